@@ -23,6 +23,7 @@ from bench.backends.deepspeed import ZeroBackend
 from bench.backends.fsdp2 import FSDP2Backend
 from bench.backends.plain import DDPBackend, Reference
 from bench.errors import InputError
+from bench.grouping import grouped
 from bench.judge import offload, zero
 from bench.judge.formula_terms import (
     ELEMENT_BYTES,
@@ -111,8 +112,10 @@ def expect(
     backend = BUILT_IN.get(cell.backend)
     if backend is None:
         backend = _of_another_package(cell.backend, os.environ.get(EXTRA_BACKENDS, ""))
-    formula = None if backend is None else formula_of(backend)
-    if backend is None or formula is None:
+    if backend is None:
+        return None
+    formula = formula_of(backend)
+    if formula is None:
         return None
     if backend.name in BUILT_IN and not_covered(layout):
         return None
@@ -134,26 +137,36 @@ def expect(
             RankGroup.SHARD: every,
             RankGroup.REPLICATE: replica_collectives(backend.sync, cell, layout),
         }
-    calls, sizes = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
-    for group, some in groups.items():
-        for op, dtype, numel, times in some:
-            calls[op, group, dtype] += times
-            sizes[op, group, dtype] += times * numel * BYTES[dtype]
-    rows = [
-        Collective(
-            op=op, group=str(group), dtype=dtype, calls=count, payload_bytes=sizes[op, group, dtype]
-        )
-        for (op, group, dtype), count in sorted(calls.items())
-    ]
     held["communication"] += backend.extra_held_bytes(cell)
     on_device, beside = _apart(held)
-    return Expectation(collectives=tuple(rows), held=on_device, beside=beside)
+    return Expectation(collectives=_summed(groups), held=on_device, beside=beside)
+
+
+def _summed(groups: Mapping[RankGroup, Iterable[Call]]) -> tuple[Collective, ...]:
+    """The calls of each operation, group and dtype together, sorted by these."""
+    calls, sizes = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
+    for group, every in groups.items():
+        for op, dtype, numel, times in every:
+            calls[op, group, dtype] += times
+            sizes[op, group, dtype] += times * numel * BYTES[dtype]
+    found: list[Collective] = []
+    for (op, of, dtype), count in sorted(calls.items()):
+        size = sizes[op, of, dtype]
+        row = Collective(op=op, group=str(of), dtype=dtype, calls=count, payload_bytes=size)
+        found.append(row)
+    return tuple(found)
 
 
 def _apart(held: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
     """What the device holds, and what a formula says besides."""
-    on_device = {name: size for name, size in held.items() if name in offload.USES}
-    return on_device, {name: size for name, size in held.items() if name not in on_device}
+    on_device: dict[str, int] = {}
+    beside: dict[str, int] = {}
+    for name, size in held.items():
+        if name in offload.USES:
+            on_device[name] = size
+        else:
+            beside[name] = size
+    return on_device, beside
 
 
 def not_covered(layout: Layout) -> str:
@@ -226,23 +239,23 @@ def ddp(
     has only one, which is then sent directly.
     """
     is_eager = backend.sync is Sync.EAGER or (backend.eager_on_one_rank and cell.world_size == 1)
-    times = cell.accumulate if is_eager else 1
+    times = 1
+    if is_eager:
+        times = cell.accumulate
+    sent: list[Call] = []
     gradients = [4 * layout.parameters[i].numel for i in layout.gradients]
-    sent = [
-        ("all_reduce", "float32", size // 4, times)
-        for size in buckets(gradients, (FIRST_BUCKET_BYTES, BUCKET_BYTES))
-    ]
-    for dtype in {dtype for dtype, _ in layout.buffers}:
-        of_dtype = [size for other, size in layout.buffers if other == dtype]
-        sent += [
-            ("broadcast", dtype, size // BYTES[dtype], times)
-            for size in buckets(of_dtype, [BROADCAST_BYTES])
-        ]
+    for size in buckets(gradients, (FIRST_BUCKET_BYTES, BUCKET_BYTES)):
+        sent.append(("all_reduce", "float32", size // 4, times))
+    for dtype, sizes in grouped(layout.buffers).items():
+        for size in buckets(sizes, [BROADCAST_BYTES]):
+            sent.append(("broadcast", dtype, size // BYTES[dtype], times))
     _, held = reference(backend, cell, layout, rank, settings)
     whole = 4 * layout.num_parameters
-    if settings.get("gradient_as_bucket_view", backend.bucket_views and not settings):
-        return sent, held | {"gradients": whole if is_eager else 2 * whole}
-    return sent, held | {"communication": whole}
+    if not settings.get("gradient_as_bucket_view", backend.bucket_views and not settings):
+        held["communication"] = whole
+    elif not is_eager:
+        held["gradients"] = 2 * whole
+    return sent, held
 
 
 def padded(parameters: Sequence[Parameter], world_size: int) -> int:
@@ -393,7 +406,11 @@ def wire_bytes(op: str, payload_bytes: int, group_size: int) -> float:
     if group_size == 1:
         return 0.0
     share = (group_size - 1) / group_size
-    return {"all_reduce": 2 * share, "broadcast": 1.0}.get(op, share) * payload_bytes
+    if op == "all_reduce":
+        return 2 * share * payload_bytes
+    if op == "broadcast":
+        return float(payload_bytes)
+    return share * payload_bytes
 
 
 FORMULAS: Mapping[type, Formula] = {
@@ -421,7 +438,10 @@ def formula_of(backend: type[Backend]) -> Formula | None:
         return loaded
     if callable(given):
         return given
-    return next((FORMULAS[base] for base in backend.__mro__ if base in FORMULAS), None)
+    for base in backend.__mro__:
+        if base in FORMULAS:
+            return FORMULAS[base]
+    return None
 
 
 BUILT_IN = {
@@ -442,4 +462,6 @@ def _of_another_package(name: str, extra: str) -> type[Backend] | None:
         backend = registry([name]).get(name)
     except InputError:  # it could be loaded where it ran
         return None
-    return backend if backend is not None and backend.formula else None
+    if backend is None or not backend.formula:
+        return None
+    return backend

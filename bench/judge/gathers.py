@@ -20,7 +20,10 @@ from bench.workload.layout import ROOT, Layout
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroOptions:
-    """The options of ZeRO that decide what is sent and held (``bench.backends.zero_options``); sizes in elements."""
+    """The options of ZeRO that decide what is sent and held; sizes in elements.
+
+    ``bench.backends.zero_options`` sets them.
+    """
 
     stage: Natural
     overlap_comm: bool
@@ -151,7 +154,7 @@ class Coordinator:
         self._step += 1
 
     def _leave(self, module: int) -> None:
-        """Release a module's parameters, except those that prefetching skipped as present (release_sub_module)."""
+        """Release a module's parameters, without those that prefetching skipped (release_sub_module)."""
         key = (module, self._step)
         if key not in self._released:  # __params_to_release caches its results
             needed = set(self._layout.modules[module]) - self._persistent

@@ -1,4 +1,4 @@
-"""Formulas of backends that offload: bytes held on device and host, in pinned memory, and copied between both.
+"""Formulas of backends that offload: bytes on device and host, in pinned memory, and copied between both.
 
 On the CPU the device is the host: nothing is copied between them, nothing is pinned, and what both would hold adds up.
 Valid for the versions in constraints.txt.
@@ -34,12 +34,16 @@ class Offloaded:
     """Copied in a window."""
 
     def held(self, cell: Cell) -> dict[str, int]:
-        """What a formula returns: by use, and on CUDA also ``host_<use>`` and the keys of the three others."""
-        device = {use: self.device.get(use, 0) for use in USES}
-        host = {use: self.host.get(use, 0) for use in USES}
+        """What a formula returns: by use, and on CUDA also ``host_<use>`` and the three others."""
+        found: dict[str, int] = {}
         if cell.device is Device.CPU:
-            return {use: device[use] + host[use] for use in USES}
-        found = device | {f"{ON_HOST}_{HELD}_{use}": size for use, size in host.items()}
+            for use in USES:
+                found[use] = self.device.get(use, 0) + self.host.get(use, 0)
+            return found
+        for use in USES:
+            found[use] = self.device.get(use, 0)
+        for use in USES:
+            found[f"{ON_HOST}_{HELD}_{use}"] = self.host.get(use, 0)
         return found | {
             PINNED: self.pinned,
             COPIED_TO_DEVICE: self.to_device,
@@ -48,7 +52,10 @@ class Offloaded:
 
 
 def state(cell: Cell, numel: int, num_tensors: int) -> int:
-    """Bytes of the optimizer's state for fp32 tensors of the host, with one step counter each, whether fused or not."""
+    """Bytes of the optimizer's state for fp32 tensors of the host, with one step counter each.
+
+    So it is for a fused one too.
+    """
     if cell.optimizer == SGD:
         return 0
     return 8 * numel + 4 * num_tensors
@@ -107,7 +114,7 @@ def zero2(sync: Sync, cell: Cell, layout: Layout, parts: Zero2Parts) -> Offloade
 def zero3(
     sync: Sync, cell: Cell, layout: Layout, rank: int, options: ZeroOptions, num_groups: int
 ) -> Offloaded:
-    """Stage 3 with ``offload_optimizer`` and ``offload_param``: shards of everything rest on the host.
+    """Stage 3 with ``offload_optimizer`` and ``offload_param``: shards of all rest on the host.
 
     There are shards in the compute dtype, masters, the masters' gradient, and fp32 sums (stage3.py:
     _create_param_groups_fp16_flat_cpu_memory, initialize_optimizer_states, _setup_for_real_optimizer); masters and the
@@ -117,15 +124,16 @@ def zero3(
     (stage3.py: partition_grads, _offload_grad_partition_at_boundary). The update copies nothing.
     """
     element, ranks = ELEMENT_BYTES[cell.precision], cell.world_size
-    shards = [ceil_to(p.numel, ranks) // ranks for p in layout.parameters]
+    shards: list[int] = []
+    unpadded = 0
+    for p in layout.parameters:
+        shard = ceil_to(p.numel, ranks) // ranks
+        shards.append(shard)
+        unpadded += max(0, min(shard, p.numel - rank * shard))
     numel = sum(shards)
-    unpadded = sum(
-        max(0, min(shard, p.numel - rank * shard))
-        for p, shard in zip(layout.parameters, shards, strict=True)
-    )
-    gathered = sum(
-        shards[p] for of in gathers.of_window(layout, cell.accumulate, options) for p in of
-    )
+    gathered = 0
+    for together in gathers.of_window(layout, cell.accumulate, options):
+        gathered += sum(shards[p] for p in together)
     reductions = num_reductions(sync, cell)
     gradients = 0
     if sync is Sync.DEFERRED:
@@ -163,14 +171,18 @@ def fsdp2(
     micro-batch come in pinned memory, to which the others are added. On the CPU, where ``to`` copies nothing, they are
     views of the padded output of the reduction. Under deferred sync gradients are summed whole on the device.
     """
-    every, parameters = list(units), list(parameters)
-    padded, unpadded = sum(unit.padded for unit in every), sum(unit.unpadded for unit in every)
-    whole = sum(p.numel for p in parameters)
+    padded = unpadded = to_device = to_host = 0
+    for unit in units:
+        padded += unit.padded
+        unpadded += unit.unpadded
+        to_device += 4 * unit.num_gathers * unit.padded
+        to_host += 4 * unit.num_reductions * unit.unpadded
+    parameters = list(parameters)
     on_device, on_host = 0, 4 * unpadded
     if cell.device is Device.CPU:
         on_host = 4 * padded
     if sync is Sync.DEFERRED:
-        on_device, on_host = 4 * whole, 0
+        on_device, on_host = 4 * sum(p.numel for p in parameters), 0
     return Offloaded(
         device={"gradients": on_device},
         host={
@@ -179,6 +191,6 @@ def fsdp2(
             "optimizer_state": state(cell, unpadded, len(parameters)),
         },
         pinned=4 * padded + on_host,
-        to_device=4 * sum(unit.num_gathers * unit.padded for unit in every),
-        to_host=4 * sum(unit.num_reductions * unit.unpadded for unit in every),
+        to_device=to_device,
+        to_host=to_host,
     )

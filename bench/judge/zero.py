@@ -78,11 +78,14 @@ def buckets(layout: Layout, order: Iterable[int], size: int) -> list[list[int]]:
 
 
 def _order(layout: Layout, sync: Sync) -> Iterable[int]:
-    """Eager: in the order in which backward finishes gradients. Deferred: in the order of the parameters.
+    """The parameters in the order in which their gradients are reduced.
 
+    Eager: as backward finishes gradients. Deferred: as the model lists parameters.
     deepspeed/runtime/engine.py:coalesce_grad_reduction.
     """
-    return layout.gradients if sync is Sync.EAGER else sorted(layout.gradients)
+    if sync is Sync.EAGER:
+        return layout.gradients
+    return sorted(layout.gradients)
 
 
 def flat(layout: Layout, world_size: int) -> int:
@@ -93,30 +96,30 @@ def flat(layout: Layout, world_size: int) -> int:
     return ceil_to(layout.num_parameters, 2 * world_size)
 
 
-def ranks_of(layout: Layout, parameter: int, world_size: int) -> list[tuple[int, int]]:
-    """The ranks whose partitions of stage 2's flat parameters hold a parameter, with its elements in each."""
+def pieces_of(layout: Layout, parameter: int, world_size: int) -> list[int]:
+    """Elements of a parameter in each partition of stage 2's flat parameters that it overlaps."""
     partition = flat(layout, world_size) // world_size
     start = sum(p.numel for p in layout.parameters[:parameter])
     end = start + layout.parameters[parameter].numel
     edges = [start, *range(ceil_to(start + 1, partition), end, partition), end]
-    return [(a // partition, b - a) for a, b in pairwise(edges)]
+    return [b - a for a, b in pairwise(edges)]
 
 
 def stage2_reductions(layout: Layout, world_size: int, sync: Sync, size: int) -> list[int]:
     """Elements of each all-reduce in one reduction of the gradient.
 
-    A bucket is one all-reduce (average_tensor; ``use_multi_rank_bucket_allreduce`` is on). A parameter larger than a
-    bucket is split at the boundaries of partitions, and pieces are sent together once they exceed the bucket size
-    (allreduce_and_scatter).
+    A bucket is one all-reduce (average_tensor; ``use_multi_rank_bucket_allreduce`` is on). A
+    parameter larger than a bucket is split at the boundaries of partitions, and pieces are sent
+    together once they exceed the bucket size (allreduce_and_scatter).
     """
     found: list[int] = []
     for bucket in buckets(layout, _order(layout, sync), size):
-        pieces = [layout.parameters[p].numel for p in bucket]
-        if sum(pieces) <= size:
-            found.append(sum(pieces))
+        numel = sum(layout.parameters[p].numel for p in bucket)
+        if numel <= size:
+            found.append(numel)
             continue
         pending = 0
-        for _, piece in ranks_of(layout, bucket[0], world_size):
+        for piece in pieces_of(layout, bucket[0], world_size):
             pending += piece
             if pending > size:
                 found.append(pending)
@@ -127,7 +130,7 @@ def stage2_reductions(layout: Layout, world_size: int, sync: Sync, size: int) ->
 
 
 def stage2(sync: Sync, cell: Cell, layout: Layout, options: ZeroOptions) -> Iterator[Call]:
-    """All-reduces of the buckets in fp32, of the norm and, in bf16, of the overflow flag; one gather after the step.
+    """All-reduces of the buckets in fp32, of the norm and, in bf16, of the overflow flag; a gather.
 
     stage_1_and_2.py: average_tensor (never a reduce-scatter, whatever the option ``reduce_scatter`` is), has_overflow
     (``check_grad_overflow`` is on for bf16), get_grad_norm_direct; runtime/utils.py:all_gather_into_tensor_dp_groups
@@ -142,33 +145,43 @@ def stage2(sync: Sync, cell: Cell, layout: Layout, options: ZeroOptions) -> Iter
         yield "all_gather", compute_dtype(cell), flat(layout, cell.world_size), 1
 
 
-def _compute_dtype(cell: Cell) -> str:
-    return "bfloat16" if cell.precision is Precision.BF16 else "float32"
-
-
 def stage3(sync: Sync, cell: Cell, layout: Layout, options: ZeroOptions) -> Iterator[Call]:
-    """Gathers of parameters in every forward and backward, reduce-scatters of buckets in fp32, all-reduces of norms.
+    """Gathers of parameters in every forward and backward, reduce-scatters of buckets, and norms.
 
-    Every parameter is padded separately to a multiple of W (partition_parameters.py:_padding_size;
-    runtime/comm/coalesced_collectives.py:reduce_scatter_coalesced, which is called at W = 1 too). There is one fp64
-    norm per sub-group (stage3.py:get_grad_norm_direct, zero/utils.py:get_norm_dtype), in fp32 with offload
+    Buckets are reduced in fp32. Every parameter is padded separately to a multiple of W
+    (partition_parameters.py:_padding_size;
+    runtime/comm/coalesced_collectives.py:reduce_scatter_coalesced, which is called at W = 1 too).
+    There is one all-reduce of an fp64 norm per sub-group (stage3.py:get_grad_norm_direct,
+    zero/utils.py:get_norm_dtype), in fp32 with offload
     (complete_grad_norm_calculation_for_cpu_offload); only fp16 checks for overflow.
     """
-
-    def padded(parameters: Iterable[int]) -> int:
-        return sum(ceil_to(layout.parameters[p].numel, cell.world_size) for p in parameters)
-
-    if cell.world_size > 1:
+    ranks = cell.world_size
+    if ranks > 1:
         for gathered in gathers.of_window(layout, cell.accumulate, options):
-            yield "all_gather", compute_dtype(cell), padded(gathered), 1
+            yield "all_gather", compute_dtype(cell), padded(layout, gathered, ranks), 1
     for bucket in buckets(layout, _order(layout, sync), options.reduce_bucket_size):
-        yield "reduce_scatter", "float32", padded(bucket), num_reductions(sync, cell)
-    norm = "float64" if options.offload_optimizer is None else "float32"
-    yield "all_reduce", norm, 1, num_sub_groups(layout, cell.world_size)
+        numel = padded(layout, bucket, ranks)
+        yield "reduce_scatter", "float32", numel, num_reductions(sync, cell)
+    norm = "float32"
+    if options.offload_optimizer is None:
+        norm = "float64"
+    yield "all_reduce", norm, 1, num_sub_groups(layout, ranks)
+
+
+def padded(layout: Layout, parameters: Iterable[int], world_size: int) -> int:
+    """Elements of parameters, each of which is padded to a multiple of W."""
+    return sum(ceil_to(layout.parameters[p].numel, world_size) for p in parameters)
+
+
+def shards(layout: Layout, world_size: int) -> int:
+    """Elements of a rank's shards of all parameters in stage 3, with padding."""
+    return padded(layout, range(len(layout.parameters)), world_size) // world_size
 
 
 def num_sub_groups(layout: Layout, world_size: int) -> int:
-    """Number of groups into which stage 3 splits the optimizer's parameters: the one that fills a group closes it.
+    """Number of groups into which stage 3 splits the optimizer's parameters.
+
+    The parameter that fills a group closes it.
 
     stage3.py:_create_fp16_sub_groups; sizes are those of a rank's partitions, not of whole parameters.
     """
@@ -202,11 +215,11 @@ def held(sync: Sync, cell: Cell, layout: Layout, rank: int, options: ZeroOptions
             gradients = 4 * partition
         parameters = element * partition * world_size + 4 * partition
         return {"parameters": parameters, "gradients": gradients, "communication": 0}
-    shards = sum(ceil_to(p.numel, world_size) for p in layout.parameters) // world_size
-    parameters, gradients = (element + 4) * shards, 4 * shards
+    sharded = shards(layout, world_size)
+    parameters, gradients = (element + 4) * sharded, 4 * sharded
     if world_size > 1:
         kept = gathers.persistent(layout, options)
-        parameters += element * sum(ceil_to(layout.parameters[p].numel, world_size) for p in kept)
+        parameters += element * padded(layout, kept, world_size)
     if sync is Sync.DEFERRED:
         gradients += whole
     return {
@@ -245,8 +258,7 @@ def overlapping(layout: Layout, world_size: int, rank: int) -> int:
 
 
 def masters(layout: Layout, world_size: int, stage: int) -> tuple[int, int]:
-    """Elements and number of tensors of a rank's fp32 master weights, for which the optimizer keeps state."""
+    """Elements and number of tensors of a rank's fp32 master weights, each of which has state."""
     if stage == 2:
         return flat(layout, world_size) // world_size, 1
-    numel = sum(ceil_to(p.numel, world_size) for p in layout.parameters) // world_size
-    return numel, num_sub_groups(layout, world_size)
+    return shards(layout, world_size), num_sub_groups(layout, world_size)
