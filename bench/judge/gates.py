@@ -1,4 +1,4 @@
-"""Gates: the checks that make a trial ``invalid``. Facts come from the tables, limits from ``TOLERANCES``.
+"""Gates: the checks that make a trial ``invalid``. Facts are in the tables, limits in ``TOLERANCES``.
 
 What failed is data: the gate, and the causes of a wrong update. The sentences beside it are for people alone.
 """
@@ -104,11 +104,12 @@ TOLERANCES: dict[str, Tolerance] = {
         loss_deviation=2e-4,
         end_weights=2e-3,
         end_state=1e-3,
-        reason="only the order of fp32 sums differs: 4e-7 was seen for the update (the rounding of w - g), 2e-7 for "
-        "that of a parameter beyond that rounding, and 1e-5 for a loss of 5.5 after 15 steps of AdamW, which amplifies "
-        "it; one sample lost in a thousand would be 1e-3. After 6 to 49 windows of AdamW: 3e-6 for a tensor of its "
-        "state and 7e-6 for a parameter (Llama, GPT-2, Qwen2), 2e-5 and 1e-4 where tokens choose experts. Norms that "
-        "nothing decays would be 1e-2 off",
+        reason="only the order of fp32 sums differs: 4e-7 was seen for the update (the rounding of w "
+        "- g), 2e-7 for that of a parameter beyond that rounding, and 1e-5 for a loss of 5.5 "
+        "after 15 steps of AdamW, which amplifies it; one sample lost in a thousand would be "
+        "1e-3. After 6 to 49 windows of AdamW: 3e-6 for a tensor of its state and 7e-6 for a "
+        "parameter (Llama, GPT-2, Qwen2), 2e-5 and 1e-4 where tokens choose experts. Norms "
+        "that nothing decays would be 1e-2 off",
     ),
     Precision.BF16: Tolerance(
         update_error=3e-2,
@@ -117,13 +118,15 @@ TOLERANCES: dict[str, Tolerance] = {
         loss_deviation=6e-3,
         end_weights=1.5,
         end_state=0.3,
-        reason="bf16 has 8 bits of mantissa, and forward and backward round at every operator. Seen on the CPU for the "
-        "update: 8e-3 (tiny), 9e-3 to 1.4e-2 (135m, every sound backend alike), whatever N is, less with more tokens. "
-        "For a loss of 5 to 10: 4e-3 (tiny), 2e-3 (135m), 8e-3 of 64 tokens in 10 layers of 1b's width, less of more. "
-        "A loss divided by 2 too often would be 0.5, one of 32 samples lost 0.18 if they agree in nothing. Of one "
-        "parameter, the update was up to 1e-2 off, and after 12 to 49 windows 9e-2, a tensor of AdamW's state 3e-2; "
-        "0.1, 0.2 and 0.14 where tokens choose experts. One that is not trained is 1 off. AdamW makes full steps of "
-        "gradients that bf16 has lost, so weights are held to more than that",
+        reason="bf16 has 8 bits of mantissa, and forward and backward round at every operator. Seen "
+        "on the CPU for the update: 8e-3 (tiny), 9e-3 to 1.4e-2 (135m, every sound backend "
+        "alike), whatever N is, less with more tokens. For a loss of 5 to 10: 4e-3 (tiny), "
+        "2e-3 (135m), 8e-3 of 64 tokens in 10 layers of 1b's width, less of more. A loss "
+        "divided by 2 too often would be 0.5, one of 32 samples lost 0.18 if they agree in "
+        "nothing. Of one parameter, the update was up to 1e-2 off, and after 12 to 49 windows "
+        "9e-2, a tensor of AdamW's state 3e-2; 0.1, 0.2 and 0.14 where tokens choose experts. "
+        "One that is not trained is 1 off. AdamW makes full steps of gradients that bf16 has "
+        "lost, so weights are held to more than that",
     ),
 }
 """By precision of the cell. The reference is always fp32."""
@@ -142,7 +145,7 @@ BF16_UNKNOWN = 0.15
 
 
 def tolerance(precision: str, workload: str, model: str) -> Tolerance:
-    """The tolerance of a precision, workload and model: bf16 rounding errors grow with width and depth."""
+    """The tolerance of a precision, workload and model: bf16's errors grow with width and depth."""
     found, limit = TOLERANCES[precision], BF16_UNKNOWN
     if precision != Precision.BF16:
         return found
@@ -199,18 +202,18 @@ own: the fp32 reference on the same device, to which bf16 cells are compared, is
 def judge(
     tables: Tables, records: Sequence[TrialRecord] = (), peaks: Mapping[str, int] | None = None
 ) -> Tables:
-    """Fill in expected values, and set ``status`` and ``reason`` of trials that fail a gate. Returns new tables.
+    """Fill in expected values, and set ``status`` and ``reason`` of trials that fail a gate.
 
-    What is expected depends on layouts of models and settings of backends, which are in ``records``; ``peaks`` are the
-    predicted peaks of memory in bytes, by cell id.
+    Returns new tables. What is expected depends on layouts of models and settings of backends, which
+    are in ``records``; ``peaks`` are the predicted peaks of memory in bytes, by cell id.
 
-    Trials that are not ``ok`` are left unchanged. A trial that cannot be checked, because its reference is missing or
-    failed, is invalid too: unchecked numbers never count as good. A virtual world has no values, so only its steps are
-    checked.
+    Trials that are not ``ok`` are left unchanged. A trial that cannot be checked, because its
+    reference is missing or failed, is invalid too: unchecked numbers never count as good. A virtual
+    world has no values, so only its steps are checked.
     """
     rows = [replace(row) for row in tables.trial_rows]
     losses = Losses(tables)
-    wrong_device = [failure for row in rows if (failure := _device_failure(row))][:1]
+    wrong_device = _wrong_device(rows)
     good = [row for row in rows if row.status is Status.OK]
     found: dict[tuple[str, int], list[Failure]] = {}
     for row in good:
@@ -219,23 +222,39 @@ def judge(
             if deviation is not None:
                 row.max_loss_deviation = known(deviation.largest)
             if row.cell.windows > COMPARED_STEPS and row.end_weights_error is not None:
-                row.unchecked = (
-                    f"the state at the end: rounding grows over {row.cell.windows} windows"
-                )
+                grown = f"rounding grows over {row.cell.windows} windows"
+                row.unchecked = f"the state at the end: {grown}"
             found[row.key] = failures(row, deviation) + wrong_device
         elif row.cell.world.computes:
             found[row.key] = _step_failures(row)
     filled, wrong = expected.fill(replace(tables, trial_rows=rows), records, peaks)
     told: dict[tuple[str, int], tuple[str, ...]] = {}
     for row in good:
-        of_bytes = [Failure(Gate.BYTES, text) for text in wrong.get(row.cell.cell_id, ())]
-        failed = [*found.get(row.key, []), *of_bytes]
+        failed = found.get(row.key, [])
+        failed += [Failure(Gate.BYTES, text) for text in wrong.get(row.cell.cell_id, ())]
         if failed:
             told[row.key] = tuple(failure.text for failure in failed)
-            row.status, row.reason = Status.INVALID, "; ".join(told[row.key])
-            row.failed_gates = ",".join(dict.fromkeys(failure.gate for failure in failed))
-            row.update_causes = ",".join(cause for failure in failed for cause in failure.causes)
+            _invalidate(row, failed)
     return replace(filled, failures=told)
+
+
+def _wrong_device(rows: Sequence[TrialRow]) -> list[Failure]:
+    """That of the first reference whose device computes otherwise: it is one of all rows."""
+    for row in rows:
+        failure = _device_failure(row)
+        if failure is not None:
+            return [failure]
+    return []
+
+
+def _invalidate(row: TrialRow, failed: Sequence[Failure]) -> None:
+    row.status = Status.INVALID
+    row.reason = "; ".join(failure.text for failure in failed)
+    row.failed_gates = ",".join(dict.fromkeys(failure.gate for failure in failed))
+    causes: list[Cause] = []
+    for failure in failed:
+        causes += failure.causes
+    row.update_causes = ",".join(causes)
 
 
 DEFECT = Cause.DIVIDED_TWICE
@@ -251,7 +270,7 @@ def known_defect(
     failed_gates: str | None,
     update_causes: str | None,
 ) -> str:
-    """The documented defect of a backend, if a trial or cell is invalid because of it alone; empty otherwise."""
+    """The documented defect of a backend, if it alone makes a trial or cell invalid; else empty."""
     causes = (update_causes or "").split(",")
     if status != Status.INVALID or failed_gates != Gate.UPDATE or DEFECT not in causes:
         return ""
@@ -264,13 +283,15 @@ def defect_of_trial(manifest: Manifest, row: TrialRow) -> str:
 
 
 def defect_of_record(manifest: Manifest | None, record: TrialRecord) -> str:
-    """The same for the record of a trial that has just ended, if its own update already shows the defect."""
+    """The same for the record of a trial that has just ended, if its own update shows it."""
     cell, update = record.cell, record.update
     if manifest is None or update is None or record.status is not Status.OK:
         return ""
     scale = update.unclipped_scale or update.scale
     found = explain_update(known(scale), known(update.residual), cell.accumulate, cell.world_size)
-    return _defect_of_backend(manifest, cell.backend) if DEFECT in found.causes else ""
+    if DEFECT not in found.causes:
+        return ""
+    return _defect_of_backend(manifest, cell.backend)
 
 
 def _defect_of_backend(manifest: Manifest, backend: str) -> str:
@@ -283,60 +304,53 @@ def failures(row: TrialRow, deviation: Deviation | None) -> list[Failure]:
     ``deviation`` is that of the losses of the row, None if they cannot be compared.
     """
     limits = allowed(row.cell, row.facts.lossy)
-    found = [*_step_failures(row), *(Failure(Gate.TIME, text) for text in impossible(row))]
+    found = _step_failures(row)
+    for text in impossible(row):
+        found.append(Failure(Gate.TIME, text))
     if row.other_work:
-        found.append(
-            Failure(
-                Gate.WORK,
-                f"forward and backward are not those of the plain model: {row.other_work}",
-            )
-        )
+        text = f"forward and backward are not those of the plain model: {row.other_work}"
+        found.append(Failure(Gate.WORK, text))
+    found += _optimizer_failures(row)
     update = _update_failures(row, limits) or _tensor_failures(row, limits)
     loss = _loss_failure(row, deviation, limits)
-    found += _optimizer_failures(row)
-    if loss is not None and not (
-        update and deviation is not None and _explains(row, deviation, limits)
-    ):
+    follows = bool(update) and deviation is not None and _explains(row, deviation, limits)
+    if loss is not None and not follows:
         found.append(loss)
-        loss = None
     found += update
-    if loss is not None:
+    if loss is not None and follows:
         found.append(Failure(Gate.UPDATE, f"so {loss.text}"))
     end = _end_failure(row, limits)
     if end is not None and update:
-        end = Failure(Gate.UPDATE, f"so {end.text}")
-    if end is not None:
+        found.append(Failure(Gate.UPDATE, f"so {end.text}"))
+    elif end is not None:
         found.append(end)
     return found
 
 
 def _tensor_failures(row: TrialRow, limits: Tolerance) -> list[Failure]:
     """What is wrong with the update of single parameters, where all together are right."""
-    errors = [
-        ("", row.update_tensor_error, row.update_tensor, limits.tensor_error, row.cell.precision)
-    ]
     exact = allowed(replace(row.cell, precision=Precision.FP32), row.facts.lossy)
-    if row.fp32_update_error is not None and row.fp32_update_error > exact.update_error:
-        off = beyond(row.fp32_update_error, exact.update_error)
-        whole = f"computed in fp32, the update is off by {off} (limit {exact.update_error:g})"
-        where = _mostly(row.fp32_update_error, row.fp32_tensor_error, row.fp32_tensor)
-        return [Failure(Gate.UPDATE, whole + where)]
-    errors.append(
-        (
-            "computed in fp32, ",
-            row.fp32_tensor_error,
-            row.fp32_tensor,
-            exact.tensor_error,
-            Precision.FP32,
-        )
-    )
-    for how, error, tensor, limit, precision in errors:
-        if error is not None and error > limit:
-            text = f"{how}the update of {tensor} is off by {beyond(error, limit)} (limit {limit:g} in {precision})"
-            if not how:
-                text += ", that of all parameters together is not"
-            return [Failure(Gate.UPDATE, text)]
+    error = row.fp32_update_error
+    if error is not None and error > exact.update_error:
+        off = beyond(error, exact.update_error)
+        text = f"computed in fp32, the update is off by {off} (limit {exact.update_error:g})"
+        text += _mostly(error, row.fp32_tensor_error, row.fp32_tensor)
+        return [Failure(Gate.UPDATE, text)]
+    error, limit = row.update_tensor_error, limits.tensor_error
+    if error is not None and error > limit:
+        text = _of_tensor(row.update_tensor, error, limit, row.cell.precision)
+        text += ", that of all parameters together is not"
+        return [Failure(Gate.UPDATE, text)]
+    error, limit = row.fp32_tensor_error, exact.tensor_error
+    if error is not None and error > limit:
+        text = _of_tensor(row.fp32_tensor, error, limit, Precision.FP32)
+        return [Failure(Gate.UPDATE, f"computed in fp32, {text}")]
     return []
+
+
+def _of_tensor(tensor: str | None, error: float, limit: float, precision: Precision) -> str:
+    off = beyond(error, limit)
+    return f"the update of {tensor} is off by {off} (limit {limit:g} in {precision})"
 
 
 def _mostly(error: float, of_tensor: float | None, tensor: str | None) -> str:
@@ -347,7 +361,10 @@ def _mostly(error: float, of_tensor: float | None, tensor: str | None) -> str:
 
 
 def _optimizer_failures(row: TrialRow) -> list[Failure]:
-    """What ranks hold that is wrong by itself: settings, counted steps, lost digits, and differences between ranks."""
+    """What ranks hold that is wrong by itself, or not the same on all of them.
+
+    Settings, counted steps, and lost digits of the optimizer.
+    """
     found = []
     if row.other_settings:
         text = f"parameters were stepped with other settings: {row.other_settings}"
@@ -380,8 +397,8 @@ def _end_failure(row: TrialRow, limits: Tolerance) -> Failure | None:
     for error, tensor, limit, whole in pairs:
         if error is not None and error > limit:
             text = (
-                f"after the last window {tensor} is off by {beyond(error, limit)} of its {whole} (limit {limit:g} in "
-                f"{row.cell.precision})"
+                f"after the last window {tensor} is off by {beyond(error, limit)} of its {whole} "
+                f"(limit {limit:g} in {row.cell.precision})"
             )
             return Failure(Gate.STATE, text)
     return None
@@ -399,15 +416,18 @@ def _explains(row: TrialRow, deviation: Deviation, limits: Tolerance) -> bool:
 def _loss_failure(row: TrialRow, deviation: Deviation | None, limits: Tolerance) -> Failure | None:
     """What is wrong with the losses; None if nothing is."""
     if deviation is None:
-        text = "losses could not be checked: the reference failed or is missing, or not every step has a loss"
+        text = (
+            "losses could not be checked: the reference failed or is missing, "
+            "or not every step has a loss"
+        )
         return Failure(Gate.LOSS, text)
     is_finite, precision = math.isfinite(deviation.largest), row.cell.precision
     first, limit = limits.first_loss * deviation.size, limits.loss_limit(deviation)
     if is_finite and deviation.first > first:
         off = beyond(deviation.first, first)
         text = (
-            f"the first loss, before any update, is off by {off} (limit {first:.2g} in {precision}): "
-            "other weights, other samples, or another mean of them"
+            f"the first loss, before any update, is off by {off} (limit {first:.2g} in "
+            f"{precision}): other weights, other samples, or another mean of them"
         )
         return Failure(Gate.LOSS, text)
     if deviation.largest <= limit:
@@ -422,40 +442,39 @@ def _loss_failure(row: TrialRow, deviation: Deviation | None, limits: Tolerance)
 
 
 def _device_failure(row: TrialRow) -> Failure | None:
-    """Why no value of the run counts; None unless the row is of a reference whose device computes otherwise."""
+    """Why no value of the run counts: the row is of a reference whose device computes otherwise."""
     error, deviation = row.device_error, row.device_loss_deviation
-    size = LOSS_SIZE if row.device_loss_size is None else row.device_loss_size
-    limit = TOLERANCES[Precision.FP32].loss_deviation * size
     if error is None:
         return None
-    if deviation is not None and error <= DEVICE_ERROR and deviation <= limit:
+    size = row.device_loss_size
+    if size is None:
+        size = LOSS_SIZE
+    limit = TOLERANCES[Precision.FP32].loss_deviation * size
+    if deviation is None:
+        deviation = math.nan
+    if error <= DEVICE_ERROR and deviation <= limit:
         return None
-    apart = math.nan if deviation is None else deviation
-    off, losses_off = beyond(error, DEVICE_ERROR), beyond(apart, limit)
+    off, losses_off = beyond(error, DEVICE_ERROR), beyond(deviation, limit)
     text = (
-        f"{row.cell.device} computes otherwise than the CPU: in fp32 a small model's update is off by {off} "
-        f"(limit {DEVICE_ERROR:g}) and its losses by {losses_off} (limit {limit:.2g}), from the same weights and "
-        "samples"
+        f"{row.cell.device} computes otherwise than the CPU: in fp32 a small model's update is off "
+        f"by {off} (limit {DEVICE_ERROR:g}) and its losses by {losses_off} (limit {limit:.2g}), "
+        "from the same weights and samples"
     )
     return Failure(Gate.DEVICE, text)
 
 
 def _update_failures(row: TrialRow, limits: Tolerance) -> list[Failure]:
-    """What is wrong with the update of one SGD window, with the cell's clipping; empty if it is right."""
+    """What is wrong with the update of one SGD window, with the cell's clipping; empty if right."""
     if row.update_error is None:
-        return [
-            Failure(
-                Gate.UPDATE,
-                "no update to check: the update pass did not run, or the reference has none",
-            )
-        ]
+        text = "no update to check: the update pass did not run, or the reference has none"
+        return [Failure(Gate.UPDATE, text)]
     scale, residual, clip, cell = row.update_scale, row.update_residual, _clip(row), row.cell
     limit = _limit(limits.update_error, row)
     rounding = max(SAME_FACTOR, limits.update_error)
     before = row.unclipped_error
-    is_right_before = clip is not None and not (before is not None and before > limits.update_error)
+    is_wrong_before = before is not None and before > limits.update_error
     if row.update_error > limits.update_error:
-        if clip is not None and is_right_before:
+        if clip is not None and not is_wrong_before:
             cause = Explanation(explain_clipping(scale, residual, clip))
         else:
             cause = explain_update(
@@ -464,14 +483,14 @@ def _update_failures(row: TrialRow, limits: Tolerance) -> list[Failure]:
         off = beyond(row.update_error, limits.update_error)
         what = f"the update is off by {off} {limit}"
         what += _mostly(row.update_error, row.update_tensor_error, row.update_tensor)
-    elif clip is not None and before is not None and not is_right_before:
+    elif clip is not None and before is not None and is_wrong_before:
         cause = explain_update(
             clip.unclipped_scale, residual, cell.accumulate, cell.world_size, None, rounding
         )
         off = beyond(before, limits.update_error)
         what = (
-            f"the update is off by {off} {limit} before clipping, and right only as both were clipped to norm "
-            f"{clip.norm:g}"
+            f"the update is off by {off} {limit} before clipping, "
+            f"and right only as both were clipped to norm {clip.norm:g}"
         )
     else:
         return []
@@ -489,7 +508,7 @@ def _limit(limit: float, row: TrialRow) -> str:
 
 
 def _moves_losses(row: TrialRow) -> bool:
-    """Whether the update has the wrong scale, nothing else is wrong with it, and the losses must deviate too.
+    """Whether the update has the wrong scale alone, so that the losses must deviate too.
 
     AdamW is invariant to the scale of gradients, unless they are clipped: its moments then weigh clipped and unclipped
     gradients wrongly.
@@ -514,7 +533,8 @@ def _step_failures(row: TrialRow) -> list[Failure]:
         texts.append(f"{row.num_micro_batches} micro-batches were used, {num_due} were due")
     elif row.micro_batches_per_update != str(cell.accumulate):
         texts.append(
-            f"updates used {row.micro_batches_per_update} micro-batches each, {cell.accumulate} were due"
+            f"updates used {row.micro_batches_per_update} micro-batches each, "
+            f"{cell.accumulate} were due"
         )
     if not row.ranks_agree:
         texts.append("the ranks took different numbers of steps")
@@ -533,11 +553,13 @@ def _step_failures(row: TrialRow) -> list[Failure]:
 
 def _declared_dtype(row: TrialRow) -> str | None:
     """The dtype in which the backend declares to reduce gradients; None if it declares none."""
-    return None if row.facts.lossy is None else row.facts.lossy.reduce_dtype
+    if row.facts.lossy is None:
+        return None
+    return row.facts.lossy.reduce_dtype
 
 
 def _clip(row: TrialRow) -> Clip | None:
-    """The clipping of a row of the trials table; None if it does not clip, or a value is missing."""
+    """The clipping of a row of trials; None if it does not clip, or a value is missing."""
     norm, gradient_norm, scale = row.cell.clip_norm, row.gradient_norm, row.unclipped_scale
     if gradient_norm is None or scale is None:
         return None
