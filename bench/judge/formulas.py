@@ -1,4 +1,4 @@
-"""Closed formulas for the collectives and held bytes of every built-in backend, from a cell and its model's layout.
+"""Closed formulas for collectives and held bytes of all built-in backends, from cell and layout.
 
 Plain arithmetic without torch: ``expect(cell, layout)`` for a cell, ``layout_of(cell)`` for the layouts of shipped
 models. Each docstring names the source of its formula. Valid for the versions in constraints.txt.
@@ -95,7 +95,7 @@ class Expectation:
 
 
 def layout_of(cell: Cell) -> Layout | None:
-    """The layout of a model whose shape is known; None for other workloads, whose ranks return their layout."""
+    """The layout of a model of known shape; None for other workloads, whose ranks return theirs."""
     if cell.workload != "llama" or (size := shape_of(cell.model)) is None:
         return None
     return llama_layout(size)
@@ -301,7 +301,7 @@ def fsdp2(
 def fsdp2_collectives(
     backend: type[FSDP2Backend], cell: Cell, layout: Layout, world_size: int
 ) -> Iterator[Call]:
-    """Gathers in the compute dtype, reduce-scatters in fp32, and an all-reduce of the norm if it is computed.
+    """Gathers in the compute dtype, reduce-scatters in fp32, and an all-reduce of a norm, if any.
 
     With G units, one of them the root: all-gathers N(2G-1) if blocks are resharded after forward (the root never is),
     NG if they stay gathered until backward, G if they stay for the window; reduce-scatters NG eager, G deferred.
@@ -336,7 +336,7 @@ def calls_of_unit(backend: type[FSDP2Backend], cell: Cell, unit: int) -> tuple[i
 def offloaded_units(
     backend: type[FSDP2Backend], cell: Cell, layout: Layout, world_size: int, rank: int
 ) -> Iterator[offload.OffloadedUnit]:
-    """The units of a backend that offloads; at W = 1, where nothing is sent, shards are copied all the same."""
+    """The units of a backend that offloads; at W = 1 nothing is sent, and shards are copied."""
     for unit, parameters in layout.units.items():
         num_gathers, num_reduced = calls_of_unit(backend, cell, unit)
         yield offload.OffloadedUnit(
@@ -348,8 +348,9 @@ def offloaded_units(
 
 
 def units_of(backend: type[FSDP2Backend], layout: Layout) -> Layout:
-    """The layout in the units that FSDP2 shards: where the root is split, blocks and embedding, then norm and head.
+    """The layout in the units that FSDP2 shards.
 
+    Where the root is split, they are blocks and embedding, then norm and head.
     The last two are one unit, which stays gathered from forward to backward as the root does elsewhere; the root
     itself has no parameters. A tied embedding is in that unit (accelerate/utils/fsdp_utils.py:fsdp2_prepare_model).
     """
@@ -363,7 +364,7 @@ def units_of(backend: type[FSDP2Backend], layout: Layout) -> Layout:
 
 
 def replica_collectives(sync: Sync, cell: Cell, layout: Layout) -> Iterator[Call]:
-    """HSDP's all-reduces of the shards of gradients across replicas, in fp32: one per unit and reduction.
+    """HSDP's all-reduces of shards of gradients over replicas: one per unit and reduction, in fp32.
 
     With G units NG eager, G if deferred. Beside them, a shard group does what FSDP2 does over W / R ranks: with NG
     reduce-scatters unless these are deferred too (_fsdp_collectives.py:foreach_reduce). The norm for clipping is summed
@@ -378,7 +379,7 @@ def replica_collectives(sync: Sync, cell: Cell, layout: Layout) -> Iterator[Call
 def fsdp2_held(
     backend: type[FSDP2Backend], cell: Cell, layout: Layout, world_size: int
 ) -> dict[str, int]:
-    """fp32 shards with padding; gradients as shards under eager sync, in full and unpadded under deferred sync.
+    """fp32 shards with padding; gradients as shards under eager sync, else in full and unpadded.
 
     Eager: ``sharded_param.grad`` is a view of the reduce-scatter's padded output (_fsdp_collectives.py:foreach_reduce).
     HSDP that defers only its all-reduce sums that output over micro-batches in ``_partial_reduce_output``. Deferred:
@@ -423,7 +424,7 @@ FORMULAS: Mapping[type, Formula] = {
 
 
 def formula_of(backend: type[Backend]) -> Formula | None:
-    """The formula of a backend, its own or that of the first of its bases that has one; None if there is none.
+    """The formula of a backend, its own or the first of its bases'; None if there is none.
 
     Raises InputError if its own cannot be loaded.
     """
@@ -452,9 +453,10 @@ BUILT_IN = {
 
 @functools.lru_cache
 def _of_another_package(name: str, extra: str) -> type[Backend] | None:
-    """The backend of another package, if it can be loaded here and brings a formula; ``extra``: EXTRA_BACKENDS.
+    """The backend of another package, if it can be loaded here and brings a formula.
 
-    The formula of what it is made from does not count: nobody knows what the package has changed.
+    ``extra`` is the value of EXTRA_BACKENDS. The formula of what the backend is made from does not
+    count: nobody knows what the package has changed.
     """
     if name in built_in():
         return None
