@@ -207,7 +207,7 @@ class Analysis:
         return list(self.pairs.values())
 
     def compared(self, cell_id: str, other_id: str) -> ComparedPair | None:
-        """A cell against another one, as it is shown everywhere; None if no report compares them."""
+        """A cell against another one, as shown everywhere; None if no report compares the two."""
         found = self.against(self.run.cells[other_id].backend).get(cell_id)
         if found is None or found.a.cell_id != other_id:
             return None
@@ -303,7 +303,7 @@ class Analysis:
 
     @cached_property
     def frame(self) -> pd.DataFrame:
-        """The frame of cells: what may be said of each, with its ratio and the facts of its trials."""
+        """The frame of cells: what may be said of each, its ratio, and facts of its trials."""
         rows = pd.DataFrame([self._row(cell_id) for cell_id in self.run.cells])
         trials = self.run.tables.trials
         found = rows.set_index("cell_id", drop=False).join(_over_trials(trials))

@@ -34,7 +34,7 @@ state at the end of a training of more steps is compared between ranks alone."""
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Absolute differences between a trial's losses and the reference's, in the unit of the loss."""
+    """Absolute differences between the losses of a trial and of the reference, in their unit."""
 
     first: float
     """At the first step."""
@@ -208,7 +208,7 @@ def _beside_expected(
 
 
 def cells_watched(tables: Tables) -> set[str]:
-    """Ids of the cells whose collectives were counted or memory was tracked; on CUDA only at one N."""
+    """Ids of the cells whose collectives or memory were watched; on CUDA only at one N."""
     tracked = {row.cell_id for row in tables.memory_rows if row.category.startswith(TRACKED)}
     return tracked | {row.cell_id for row in tables.collective_rows}
 

@@ -1,4 +1,4 @@
-"""What the formulas of all frameworks are made of: their types, and the bytes of an optimizer's state."""
+"""What the formulas of all frameworks are made of: types, and bytes of an optimizer's state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Formula = Callable[[type[Any], Cell, Layout, int, Settings], CallsAndHeld | None
 
 
 def moments(cell: Cell, numel: int, num_tensors: int) -> int:
-    """Bytes of the optimizer's state for a rank's fp32 parameters: two moments and one step counter per tensor.
+    """Bytes of the optimizer's state for a rank's fp32 parameters: two moments, one counter per tensor.
 
     torch/optim/adam.py:_init_group: the counter is an fp32 scalar, on the host unless the optimizer is fused, and so
     not counted on CUDA unless fused. SGD without momentum has no state.

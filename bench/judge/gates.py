@@ -1,4 +1,4 @@
-"""Gates: the checks that make a trial ``invalid``. Facts are in the tables, limits in ``TOLERANCES``.
+"""Gates: the checks that make a trial ``invalid``, from facts in the tables and ``TOLERANCES``.
 
 What failed is data: the gate, and the causes of a wrong update. The sentences beside it are for people alone.
 """

@@ -154,7 +154,7 @@ class Coordinator:
         self._step += 1
 
     def _leave(self, module: int) -> None:
-        """Release a module's parameters, without those that prefetching skipped (release_sub_module)."""
+        """Release a module's parameters, but those that prefetching skipped (release_sub_module)."""
         key = (module, self._step)
         if key not in self._released:  # __params_to_release caches its results
             needed = set(self._layout.modules[module]) - self._persistent
@@ -178,7 +178,7 @@ class Coordinator:
 
 
 def persistent(layout: Layout, options: ZeroOptions) -> frozenset[int]:
-    """The parameters that stay gathered: the update gathers each of them again (stage3.py:_post_step)."""
+    """The parameters that stay gathered: the update gathers each again (stage3.py:_post_step)."""
     most = options.stage3_param_persistence_threshold
     return frozenset(p for p, parameter in enumerate(layout.parameters) if parameter.numel <= most)
 

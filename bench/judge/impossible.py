@@ -1,4 +1,4 @@
-"""What no honest step can be: faster than its matrix products, or of another length than the kernel's clock has seen.
+"""What no honest step can be: faster than its matrix products, or as long as no clock has seen.
 
 Limits are wide: they are for what cannot have happened, and not for what is fast.
 """

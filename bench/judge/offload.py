@@ -1,4 +1,4 @@
-"""Formulas of backends that offload: bytes on device and host, in pinned memory, and copied between both.
+"""Formulas of backends that offload: bytes held on device and host, pinned, and copied.
 
 On the CPU the device is the host: nothing is copied between them, nothing is pinned, and what both would hold adds up.
 Valid for the versions in constraints.txt.
@@ -74,7 +74,7 @@ class Zero2Parts:
 
 
 def zero2(sync: Sync, cell: Cell, layout: Layout, parts: Zero2Parts) -> Offloaded:
-    """Stage 2 with ``offload_optimizer``: all parameters stay on the device, and masters rest on the host.
+    """Stage 2 with ``offload_optimizer``: parameters stay on the device, masters rest on the host.
 
     In fp32 every micro-batch fetches the sum of each parameter that overlaps the partition, whole, adds to it on the
     device and writes it back (stage_1_and_2.py: async_accumulate_grad_in_cpu_via_gpu); in bf16 a partition of fp32 sums
@@ -164,7 +164,7 @@ class OffloadedUnit:
 def fsdp2(
     sync: Sync, cell: Cell, parameters: Iterable[Parameter], units: Iterable[OffloadedUnit]
 ) -> Offloaded:
-    """FSDP2 with ``CPUOffloadPolicy``: shards and their gradients rest on the host, where the optimizer is.
+    """FSDP2 with ``CPUOffloadPolicy``: shards, gradients and the optimizer are on the host.
 
     Every gather copies fp32 shards, with padding, which are cast on the device (_fsdp_param.py: all_gather_inputs);
     every reduction copies the shards of gradients, without (_fsdp_collectives.py: foreach_reduce). Those of the first

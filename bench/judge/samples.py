@@ -1,4 +1,4 @@
-"""The step time of a cell with its interval, and tests of its trials: outliers, drift, modes, imbalance.
+"""The step time of a cell with its interval, and tests of its trials.
 
 Summary, report, plots, frames and citations all show this step time.
 """
@@ -113,7 +113,7 @@ def outliers(values: Sequence[float]) -> list[int]:
 
 
 def drift(slots: Sequence[float], medians: Sequence[float]) -> Tested:
-    """Relative change of a cell's trial medians from the first to the last slot; 0.05 is 5 % slower.
+    """Relative change of a cell's trial medians from first to last slot; 0.05 is 5 % slower.
 
     Theil-Sen slope of the logarithms (Sen 1968) over all slots, p-value of Kendall's tau; p = 1 below 5 trials.
     """
@@ -127,7 +127,7 @@ def drift(slots: Sequence[float], medians: Sequence[float]) -> Tested:
 
 
 def _thinned(values: Sequence[float]) -> Array:
-    """The values, or MOST of them, evenly spaced: what is in so many is not missed for the others."""
+    """The values, or MOST of them, evenly spaced: what is in so many is not missed for the rest."""
     every = np.asarray(values, dtype=float)
     if len(every) <= MOST:
         return every
@@ -190,7 +190,7 @@ def _nulls(n: int) -> tuple[Array, ...]:
 
 
 def imbalance(steps_of_ranks: Sequence[Sequence[float]]) -> float:
-    """How much the slowest rank delays the others: the median over steps of its ratio to the median.
+    """How much the slowest rank delays the others: its ratio to the median one, median over steps.
 
     Takes a list of step times in seconds per rank, all of equal length.
     """

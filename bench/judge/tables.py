@@ -1,4 +1,4 @@
-"""Builds the tables of a run from its journal: SI units, counts as ``num_``, failed trials included.
+"""Builds the tables of a run from its journal: SI units, counts as ``num_``, failed trials too.
 
 Rows are typed, and keep their cells; frames of pandas, with the columns of ``bench.judge.columns``, are made of them.
 """
@@ -90,7 +90,7 @@ class MemoryRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Tables:
-    """The tables of one run, by name (``NAMES``); each is a parquet file in the run's folder too."""
+    """The tables of one run, by name (``NAMES``); each is also a parquet file in its folder."""
 
     trial_rows: Sequence[TrialRow] = ()
     step_rows: Sequence[StepRow] = ()
@@ -332,7 +332,7 @@ def _add_update(row: TrialRow, update: UpdateCheck) -> None:
 
 
 def step_time(cell: Cell, timed: MergedTimings | None) -> float | None:
-    """The median of a trial's steps after warm-up in seconds, from its time pass; None without one."""
+    """The median of a trial's steps after warm-up in seconds; None if it has no such times."""
     if timed is None or not timed.step_seconds or not cell.world.is_timed:
         return None
     return float(statistics.median(timed.step_seconds))

@@ -139,7 +139,7 @@ class Comparison:
 
     @property
     def is_judged(self) -> bool:
-        """Whether Holm's correction counts it: it has an interval, and nothing forbids a verdict."""
+        """Whether Holm's correction counts it: it has an interval, and nothing forbids it."""
         return not self.blocked and self.time is not None and self.time.p_different is not None
 
     @property

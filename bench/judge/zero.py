@@ -1,4 +1,4 @@
-"""Formulas for DeepSpeed's ZeRO stages 2 and 3 with the options of ``bench.backends.zero_options.zero_options``."""
+"""Formulas for DeepSpeed's ZeRO stages 2 and 3, with the options of ``bench.backends.zero_options``."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def num_sub_groups(layout: Layout, world_size: int) -> int:
 
 
 def held(sync: Sync, cell: Cell, layout: Layout, rank: int, options: ZeroOptions) -> dict[str, int]:
-    """Parameters in the compute dtype plus fp32 master weights, and gradients as the stage keeps them.
+    """Parameters in the compute dtype, fp32 master weights, and gradients as the stage keeps them.
 
     Stage 2: every rank has the full flat parameters and a partition of the master weights. The gradient is one
     partition in bf16 (_use_compact_grad_partition_buffer), in fp32 every parameter that overlaps the partition, in full
