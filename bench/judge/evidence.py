@@ -113,18 +113,17 @@ class EvidenceByCell:
         trials = self._trials.get(cell.cell_id)
         if not trials:
             raise ValueError(f"the run has no cell {cell.cell_id}")
-        good = [row for row in trials if row.status is Status.OK]
-        timed: list[TrialRow] = []
-        gates: dict[tuple[str, ...], bool] = {}
+        good: list[TrialRow] = []
+        bad: list[TrialRow] = []
+        failures: Counter[tuple[str, str]] = Counter()
         for row in trials:
-            wrong = self._wrong_steps(cell, row)
-            is_invalid = row.status is Status.INVALID
-            if is_invalid or (row.status is Status.OK and wrong):
-                told = self._failures.get(row.key, (row.reason or wrong,))
-                gates[told] = is_invalid or cell.world.is_timed
-            elif row.status is Status.OK:
-                timed.append(row)
-        bad = [row for row in trials if row.status is not Status.OK]
+            if row.status is Status.OK:
+                good.append(row)
+                continue
+            bad.append(row)
+            if row.status is not Status.INVALID:
+                failures[str(row.status), row.reason] += 1
+        gates = self._failed_gates(cell, trials)
         worst = _worst(bad or trials)
         disturbed = tuple(restless(good))
         wrong_results: list[str] = []
@@ -134,17 +133,16 @@ class EvidenceByCell:
         barred = list(wrong_results)
         if cell.world.is_timed:
             barred += disturbed
+        timed = [row for row in good if not self._wrong_steps(cell, row)]
         return CellEvidence(
             label=self._letter + cell.label,
             sample=self._sample(timed),
             cycles=self._cycles(timed),
             status=str(worst.status),
             reason=worst.reason,
-            num_ok=len(trials) - len(bad),
+            num_ok=len(good),
             num_trials=len(trials),
-            failures=Counter(
-                (str(row.status), row.reason) for row in bad if row.status is not Status.INVALID
-            ),
+            failures=failures,
             precision=cell.precision,
             accumulation_dtype=cell.accumulation_dtype,
             work=", ".join(f"{name} {getattr(cell, name)}" for name in WORK),
@@ -159,6 +157,19 @@ class EvidenceByCell:
             barred=tuple(barred),
             lossy=trials[0].facts.lossy,
         )
+
+    def _failed_gates(
+        self, cell: Cell, trials: Sequence[TrialRow]
+    ) -> dict[tuple[str, ...], bool]:
+        """What failed gates found, each once, and whether it is a wrong result."""
+        found: dict[tuple[str, ...], bool] = {}
+        for row in trials:
+            wrong = self._wrong_steps(cell, row)
+            is_invalid = row.status is Status.INVALID
+            if is_invalid or (row.status is Status.OK and wrong):
+                told = self._failures.get(row.key, (row.reason or wrong,))
+                found[told] = is_invalid or cell.world.is_timed
+        return found
 
     def _sample(self, timed: Sequence[TrialRow]) -> Sample:
         return self._of_seconds(timed, [_seconds(row) for row in timed])
@@ -229,18 +240,20 @@ def restless(trials: Sequence[TrialRow]) -> list[str]:
         taken = f"{100 * median(shares):.0f} % of its CPUs (limit {100 * IDLE_SHARE:g} %)"
         found.append(f"the machine was not idle: others took {taken}")
     reasons: set[str] = set()
-    num_slowed = 0
+    num_slowed = num_watched = num_shared = 0
     for row in trials:
         lowered = set((row.clock_slowdowns or "").split(",")) - COOL - {""}
         reasons |= lowered
         if lowered:
             num_slowed += 1
+        if row.foreign_gpu_processes is not None:
+            num_watched += 1
+            num_shared += row.foreign_gpu_processes > 0
     if trials and num_slowed >= len(trials) / 2:
         found.append(f"the GPU's clocks were held down: {', '.join(sorted(reasons))}")
-    others = _present(row.foreign_gpu_processes for row in trials)
-    busy = sum(number > 0 for number in others)
-    if others and busy >= len(others) / 2:
-        found.append(f"another process was on the GPU in {busy} of {plural(len(trials), 'trial')}")
+    if num_watched and num_shared >= num_watched / 2:
+        shared = f"{num_shared} of {plural(len(trials), 'trial')}"
+        found.append(f"another process was on the GPU in {shared}")
     return found
 
 
