@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from bench.backends.base import BF16_AUTOCAST, Lossy
 from bench.findings import Finding, Level, good, warning
 from bench.formatting import plural, scientific, size, some
@@ -353,8 +355,8 @@ def _outliers(medians: Sequence[float]) -> str:
     if not far:
         return ""
     middle = sorted(medians)[len(medians) // 2]
-    shares = [medians[place] / middle for place in far]
-    farthest = max(shares, key=lambda share: abs(math.log(share)))
+    shares = np.asarray(medians)[far] / middle
+    farthest = shares[np.abs(np.log(shares)).argmax()]
     return (
         f"{len(far)} of {plural(len(medians), 'trial')} are outliers, "
         f"the farthest {farthest:.2g} x the median"
@@ -509,7 +511,10 @@ def remarks(shown: Iterable[tuple[Manifest, Cell]]) -> list[str]:
     for manifest, cell in cells:
         if text := manifest.remarks.get(cell.cell_id):
             found.setdefault(text, {})[cell.label] = None
-    return [f"{some(list(labels))}: {text}" for text, labels in found.items()] + ways_of_bf16(cells)
+    texts = []
+    for text, labels in found.items():
+        texts.append(f"{some(list(labels))}: {text}")
+    return texts + ways_of_bf16(cells)
 
 
 def ways_of_bf16(shown: Sequence[tuple[Manifest, Cell]]) -> list[str]:

@@ -233,8 +233,7 @@ def judge(
         failed = found.get(row.key, [])
         failed += [Failure(Gate.BYTES, text) for text in wrong.get(row.cell.cell_id, ())]
         if failed:
-            told[row.key] = tuple(failure.text for failure in failed)
-            _invalidate(row, failed)
+            told[row.key] = _invalidate(row, failed)
     return replace(filled, failures=told)
 
 
@@ -247,14 +246,20 @@ def _wrong_device(rows: Sequence[TrialRow]) -> list[Failure]:
     return []
 
 
-def _invalidate(row: TrialRow, failed: Sequence[Failure]) -> None:
-    row.status = Status.INVALID
-    row.reason = "; ".join(failure.text for failure in failed)
-    row.failed_gates = ",".join(dict.fromkeys(failure.gate for failure in failed))
+def _invalidate(row: TrialRow, failed: Sequence[Failure]) -> tuple[str, ...]:
+    """Make a trial invalid, and return what was found."""
+    texts: list[str] = []
+    gates: dict[Gate, None] = {}
     causes: list[Cause] = []
     for failure in failed:
+        texts.append(failure.text)
+        gates[failure.gate] = None
         causes += failure.causes
+    row.status = Status.INVALID
+    row.reason = "; ".join(texts)
+    row.failed_gates = ",".join(gates)
     row.update_causes = ",".join(causes)
+    return tuple(texts)
 
 
 DEFECT = Cause.DIVIDED_TWICE
@@ -563,6 +568,7 @@ def _clip(row: TrialRow) -> Clip | None:
     norm, gradient_norm, scale = row.cell.clip_norm, row.gradient_norm, row.unclipped_scale
     if gradient_norm is None or scale is None:
         return None
-    if not all(math.isfinite(fact) and fact > 0 for fact in (norm, gradient_norm, scale)):
-        return None
+    for fact in (norm, gradient_norm, scale):
+        if not (math.isfinite(fact) and fact > 0):
+            return None
     return Clip(norm, gradient_norm, scale)

@@ -157,14 +157,17 @@ class Coordinator:
         """Release a module's parameters, but those that prefetching skipped (release_sub_module)."""
         key = (module, self._step)
         if key not in self._released:  # __params_to_release caches its results
-            needed = set(self._layout.modules[module]) - self._persistent
-            needed = {p for p in needed if not self._fetched_for[p] > self._step}
+            needed: set[int] = set()
+            for p in self._layout.modules[module]:
+                if p not in self._persistent and self._fetched_for[p] <= self._step:
+                    needed.add(p)
             traversed = 0
             for later in self._order[self._step :]:
                 if traversed >= self._reuse:
                     break
-                needed.difference_update(self._layout.modules[later])
-                traversed += sum(self._numel[p] for p in self._layout.modules[later])
+                for p in self._layout.modules[later]:
+                    needed.discard(p)
+                    traversed += self._numel[p]
             self._released[key] = frozenset(needed)
         for p in self._layout.modules[module]:
             self._users[p].discard(module)
@@ -193,7 +196,7 @@ def leaves(layout: Layout) -> Layout:
     unit_of = [parameter.unit for parameter in layout.parameters]
     parameters_of = grouped((unit, p) for p, unit in enumerate(unit_of))
     callers = _callers(layout)
-    units: dict[int, set[int]] = {module: set() for module in callers}
+    units: dict[int, set[int]] = defaultdict(set)
     for module, outer in callers.items():
         for each in (module, *outer):
             units[each].update(unit_of[p] for p in layout.modules[module])
