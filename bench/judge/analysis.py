@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import urllib.parse
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +25,6 @@ from bench.judge.next_steps import times_unavailable
 from bench.judge.pairs import ComparedPair, Pair, judge_pairs, record
 from bench.judge.pool import Pool
 from bench.judge.samples import Estimate, estimate, estimate_over_runs
-from bench.judge.statistics import Sample
 from bench.judge.tables import (
     RowValues,
     Value,
@@ -364,13 +363,13 @@ class Analysis:
 
     def _step_time(self, cell: Cell) -> Estimate:
         """The step time of a cell in the run, or over those of the pool that have it."""
-        samples: list[Sample] = []
+        trials: list[Sequence[float]] = []
         for run in self.pool.runs:
             if cell.cell_id in run.cells:
-                samples.append(run.evidence.of(cell).sample)
+                trials.append(run.evidence.of(cell).sample.trials)
         if self.pool.is_single:
-            return estimate(samples[0].trials)
-        return estimate_over_runs([sample.trials for sample in samples if sample.trials])
+            return estimate(trials[0])
+        return estimate_over_runs([of_run for of_run in trials if of_run])
 
     @cached_property
     def cells(self) -> pd.DataFrame:
@@ -412,7 +411,7 @@ def defect_of_cell(manifest: Manifest, row: CellRow) -> str:
 
 def _over_trials(trials: pd.DataFrame) -> pd.DataFrame:
     """The columns that cells have from their trials, by cell_id."""
-    names: dict[Over, list[str]] = {over: [] for over in Over}
+    names: dict[Over, list[str]] = defaultdict(list)
     for name, column in COLUMNS["trials"].items():
         if column.aggregation is not None:
             names[column.aggregation].append(name)

@@ -121,13 +121,13 @@ def interim_analysis(
             looked_at = [replace(row, control=None) for row in rows]
         target = next_precision(looked_at, manifest.settings.precision)
         for row in rows:
+            if target is not None:
+                still |= {base, row.b.cell_id}
             if row.time is None:
                 continue
             broadest = max(broadest, row.time.width)
             if target is not None:
                 wanted = max(wanted, row.time.num_trials + required_trials(row.time, target))
-        if target is not None:
-            still |= {base, *(row.b.cell_id for row in rows)}
     still &= was_open
     return InterimAnalysis(
         repeats=repeats,

@@ -187,7 +187,9 @@ def axes(*kinds: Axis) -> tuple[str, ...]:
     """The names of the axes of these kinds, kind by kind."""
     found: list[str] = []
     for kind in kinds:
-        found += [name for name, about in AXES.items() if about.axis is kind]
+        for name, about in AXES.items():
+            if about.axis is kind:
+                found.append(name)
     return tuple(found)
 
 

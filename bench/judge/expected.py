@@ -209,8 +209,11 @@ def _beside_expected(
 
 def cells_watched(tables: Tables) -> set[str]:
     """Ids of the cells whose collectives or memory were watched; on CUDA only at one N."""
-    tracked = {row.cell_id for row in tables.memory_rows if row.category.startswith(TRACKED)}
-    return tracked | {row.cell_id for row in tables.collective_rows}
+    found = {row.cell_id for row in tables.collective_rows}
+    for row in tables.memory_rows:
+        if row.category.startswith(TRACKED):
+            found.add(row.cell_id)
+    return found
 
 
 def _memory(

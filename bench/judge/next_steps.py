@@ -189,8 +189,11 @@ def _word(value: object, classes: Mapping[str, str]) -> str:
     if value is True:
         return ""
     if isinstance(value, list):
-        words = [_part(part) for part in value]
-        return ",".join(classes.get(word, word) for word in words)
+        words: list[str] = []
+        for part in value:
+            word = _part(part)
+            words.append(classes.get(word, word))
+        return ",".join(words)
     if isinstance(value, float):
         return f"{value:g}"
     return str(value)

@@ -96,7 +96,7 @@ def pairs_of_backends(run: Run, baseline: str, backend: str) -> list[Pair]:
             if not cell.replicate or base.replicate in (0, cell.replicate):
                 group = f"W={cell.world_size} {cell.precision}"
                 found.append(Pair(a=base, b=cell, group=group))
-    named = [replace(pair, name=pair.name.removeprefix(f"{backend} ")) for pair in _named(found)]
+    named = _named(found, less=f"{backend} ")
     return sorted(
         named, key=lambda pair: (pair.b.world_size, pair.b.precision, pair.b.accumulate, pair.name)
     )
@@ -134,10 +134,10 @@ def _by_backend(pair: Pair) -> tuple[str, int, int, str]:
     return pair.b.backend, pair.b.accumulate, pair.b.world_size, pair.name
 
 
-def _named(pairs: Sequence[Pair]) -> list[Pair]:
-    """The pairs, each with the label of its second cell."""
+def _named(pairs: Sequence[Pair], less: str = "") -> list[Pair]:
+    """The pairs, each with the label of its second cell, ``less`` how that begins."""
     names = labels(pair.b for pair in pairs)
-    return [replace(pair, name=names[pair.b]) for pair in pairs]
+    return [replace(pair, name=names[pair.b].removeprefix(less)) for pair in pairs]
 
 
 def measured(run: Run, cell: Cell) -> bool:
@@ -299,13 +299,16 @@ def _certainly_slower(
     a: Pool, b: Pool, every: Sequence[Sides], judged: Sequence[Comparison], threshold: float
 ) -> list[bool]:
     """Whether B takes longer than 1 + threshold times as long as A, of each pair."""
-    family = [place for place, found in enumerate(judged) if _is_checked(found)]
+    family: list[int] = []
     values: list[float] = []
-    for place in family:
-        shifted = _relative_to(a, b, every[place], 1 + threshold)
+    for place, (sides, found) in enumerate(zip(every, judged, strict=True)):
+        if not _is_checked(found):
+            continue
+        shifted = _relative_to(a, b, sides, 1 + threshold)
         assert shifted is not None and shifted.p_different is not None, (
             "there are as many trials as for the interval"
         )
+        family.append(place)
         values.append(shifted.p_different)
     certain = [False] * len(judged)
     for place, p_value in zip(family, holm(values), strict=True):

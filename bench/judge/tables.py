@@ -476,20 +476,19 @@ def _step_rows(record: TrialRecord) -> list[StepRow]:
     timed = record.time
     if timed is None or not record.cell.world.is_timed:
         return []
-    first = record.cell.warmup_windows
-    return [
-        StepRow(record.cell_id, record.repeat, step, seconds)
-        for step, seconds in enumerate(timed.step_seconds, start=first)
-    ]
+    found = []
+    for step, seconds in enumerate(timed.step_seconds, start=record.cell.warmup_windows):
+        found.append(StepRow(record.cell_id, record.repeat, step, seconds))
+    return found
 
 
 def _loss_rows(record: TrialRecord) -> list[LossRow]:
     if record.time is None:
         return []
-    return [
-        LossRow(record.cell_id, record.repeat, step, loss)
-        for step, loss in enumerate(record.time.losses)
-    ]
+    found = []
+    for step, loss in enumerate(record.time.losses):
+        found.append(LossRow(record.cell_id, record.repeat, step, loss))
+    return found
 
 
 def _collective_rows(record: TrialRecord) -> list[CollectiveRow]:
