@@ -27,7 +27,8 @@ from bench.judge.trial_columns import (
 from bench.plan.cell import Cell
 
 FRAMES = {
-    "cells": "one row per cell: its step time with the interval, and its verdict against the baseline",
+    "cells": "one row per cell: its step time with the interval, "
+    "and its verdict against the baseline",
     "trials": "one row per trial, including failed ones",
     "steps": "one row per trial and timed optimizer step",
     "losses": "one row per trial and optimizer step",

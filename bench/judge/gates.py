@@ -104,12 +104,12 @@ TOLERANCES: dict[str, Tolerance] = {
         loss_deviation=2e-4,
         end_weights=2e-3,
         end_state=1e-3,
-        reason="only the order of fp32 sums differs: 4e-7 was seen for the update (the rounding of w "
-        "- g), 2e-7 for that of a parameter beyond that rounding, and 1e-5 for a loss of 5.5 "
-        "after 15 steps of AdamW, which amplifies it; one sample lost in a thousand would be "
-        "1e-3. After 6 to 49 windows of AdamW: 3e-6 for a tensor of its state and 7e-6 for a "
-        "parameter (Llama, GPT-2, Qwen2), 2e-5 and 1e-4 where tokens choose experts. Norms "
-        "that nothing decays would be 1e-2 off",
+        reason="only the order of fp32 sums differs: 4e-7 was seen for the update (the rounding "
+        "of w - g), 2e-7 for that of a parameter beyond that rounding, and 1e-5 for a "
+        "loss of 5.5 after 15 steps of AdamW, which amplifies it; one sample lost in a "
+        "thousand would be 1e-3. After 6 to 49 windows of AdamW: 3e-6 for a tensor of "
+        "its state and 7e-6 for a parameter (Llama, GPT-2, Qwen2), 2e-5 and 1e-4 where "
+        "tokens choose experts. Norms that nothing decays would be 1e-2 off",
     ),
     Precision.BF16: Tolerance(
         update_error=3e-2,
@@ -118,15 +118,15 @@ TOLERANCES: dict[str, Tolerance] = {
         loss_deviation=6e-3,
         end_weights=1.5,
         end_state=0.3,
-        reason="bf16 has 8 bits of mantissa, and forward and backward round at every operator. Seen "
-        "on the CPU for the update: 8e-3 (tiny), 9e-3 to 1.4e-2 (135m, every sound backend "
-        "alike), whatever N is, less with more tokens. For a loss of 5 to 10: 4e-3 (tiny), "
-        "2e-3 (135m), 8e-3 of 64 tokens in 10 layers of 1b's width, less of more. A loss "
-        "divided by 2 too often would be 0.5, one of 32 samples lost 0.18 if they agree in "
-        "nothing. Of one parameter, the update was up to 1e-2 off, and after 12 to 49 windows "
-        "9e-2, a tensor of AdamW's state 3e-2; 0.1, 0.2 and 0.14 where tokens choose experts. "
-        "One that is not trained is 1 off. AdamW makes full steps of gradients that bf16 has "
-        "lost, so weights are held to more than that",
+        reason="bf16 has 8 bits of mantissa, and forward and backward round at every operator. "
+        "Seen on the CPU for the update: 8e-3 (tiny), 9e-3 to 1.4e-2 (135m, every sound "
+        "backend alike), whatever N is, less with more tokens. For a loss of 5 to 10: "
+        "4e-3 (tiny), 2e-3 (135m), 8e-3 of 64 tokens in 10 layers of 1b's width, less of "
+        "more. A loss divided by 2 too often would be 0.5, one of 32 samples lost 0.18 "
+        "if they agree in nothing. Of one parameter, the update was up to 1e-2 off, and "
+        "after 12 to 49 windows 9e-2, a tensor of AdamW's state 3e-2; 0.1, 0.2 and 0.14 "
+        "where tokens choose experts. One that is not trained is 1 off. AdamW makes full "
+        "steps of gradients that bf16 has lost, so weights are held to more than that",
     ),
 }
 """By precision of the cell. The reference is always fp32."""

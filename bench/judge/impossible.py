@@ -36,9 +36,9 @@ def _too_fast(row: TrialRow) -> Iterator[str]:
     share = flops / (rate * seconds)
     if share > UTILISATION:
         yield (
-            f"a step of {digits(seconds)} s is impossible: {what} ({flops:.3g} FLOP on all ranks) would run at "
-            f"{100 * share:.0f} % of the {rate:.3g} FLOP/s that matrix products can reach here "
-            f"(limit {100 * UTILISATION:.0f} %)"
+            f"a step of {digits(seconds)} s is impossible: {what} ({flops:.3g} FLOP on all ranks) "
+            f"would run at {100 * share:.0f} % of the {rate:.3g} FLOP/s that matrix products can "
+            f"reach here (limit {100 * UTILISATION:.0f} %)"
         )
 
 
@@ -49,11 +49,12 @@ def _other_clock(row: TrialRow) -> Iterator[str]:
     slack = CLOCK_S + CLOCK_SHARE * seen + row.facts.marking_s
     if abs(told - seen) > slack:
         yield (
-            f"the time pass took {digits(seen)} s from its first fetch to its last step by the kernel's clock, and "
-            f"{digits(told)} s by that of the rank: its step times are not those of a clock"
+            f"the time pass took {digits(seen)} s from its first fetch to its last step by the "
+            f"kernel's clock, and {digits(told)} s by that of the rank: "
+            "its step times are not those of a clock"
         )
     elif steps is not None and steps > seen + slack:
         yield (
-            f"its steps took {digits(steps)} s together, and the whole time pass {digits(seen)} s by the "
-            "kernel's clock: they are not times of steps"
+            f"its steps took {digits(steps)} s together, and the whole time pass {digits(seen)} s "
+            "by the kernel's clock: they are not times of steps"
         )
