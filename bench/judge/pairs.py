@@ -96,7 +96,7 @@ def pairs_of_backends(run: Run, baseline: str, backend: str) -> list[Pair]:
             if not cell.replicate or base.replicate in (0, cell.replicate):
                 group = f"W={cell.world_size} {cell.precision}"
                 found.append(Pair(a=base, b=cell, group=group))
-    named = _named(found, less=f"{backend} ")
+    named = _named(found, prefix=f"{backend} ")
     return sorted(
         named, key=lambda pair: (pair.b.world_size, pair.b.precision, pair.b.accumulate, pair.name)
     )
@@ -134,10 +134,10 @@ def _by_backend(pair: Pair) -> tuple[str, int, int, str]:
     return pair.b.backend, pair.b.accumulate, pair.b.world_size, pair.name
 
 
-def _named(pairs: Sequence[Pair], less: str = "") -> list[Pair]:
-    """The pairs, each with the label of its second cell, ``less`` how that begins."""
+def _named(pairs: Sequence[Pair], prefix: str = "") -> list[Pair]:
+    """The pairs, each with the label of its second cell, without the prefix."""
     names = labels(pair.b for pair in pairs)
-    return [replace(pair, name=names[pair.b].removeprefix(less)) for pair in pairs]
+    return [replace(pair, name=names[pair.b].removeprefix(prefix)) for pair in pairs]
 
 
 def measured(run: Run, cell: Cell) -> bool:
