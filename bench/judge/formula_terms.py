@@ -21,7 +21,7 @@ Formula = Callable[[type[Any], Cell, Layout, int, Settings], CallsAndHeld | None
 
 
 def moments(cell: Cell, numel: int, num_tensors: int) -> int:
-    """Bytes of the optimizer's state for a rank's fp32 parameters: two moments, one counter per tensor.
+    """Bytes of the optimizer's state for a rank's fp32 parameters: two moments and step counters.
 
     torch/optim/adam.py:_init_group: the counter is an fp32 scalar, on the host unless the optimizer is fused, and so
     not counted on CUDA unless fused. SGD without momentum has no state.

@@ -207,19 +207,25 @@ def rows_of(frame: pd.DataFrame) -> list[RowValues]:
 def text_in(row: Mapping[str, Value], name: str) -> str | None:
     """The text in a column."""
     value = row[name]
-    return None if value is None else str(value)
+    if value is None:
+        return None
+    return str(value)
 
 
 def number_in(row: Mapping[str, Value], name: str) -> float | None:
     """The number in a column."""
     value = row[name]
-    return None if value is None else float(value)
+    if value is None:
+        return None
+    return float(value)
 
 
 def count_in(row: Mapping[str, Value], name: str) -> int | None:
     """The integer in a column."""
     value = row[name]
-    return None if value is None else int(value)
+    if value is None:
+        return None
+    return int(value)
 
 
 @dataclass
@@ -267,7 +273,8 @@ def _trial_row(
     row.facts.lossy = manifest.lossy.get(cell.cell_id)
     if cell.precision is Precision.BF16:
         row.bf16_as = described.get("bf16_as")
-    row.num_parameters, row.device_name = record.num_parameters, record.device_name
+    row.num_parameters = record.num_parameters
+    row.device_name = record.device_name
     row.entropy_floor = known(record.entropy_floor)
     if record.training_s is not None:
         row.training_s = record.training_s
@@ -281,14 +288,17 @@ def _trial_row(
 
 def known(number: float | None) -> float | None:
     """A number of a record, whose NaN is as missing in a row as what was not measured."""
-    return None if number is None or math.isnan(number) else number
+    if number is None or math.isnan(number):
+        return None
+    return number
 
 
 def _add_once(row: TrialRow, measured: MeasuredOnce) -> None:
     if measured.update is not None:
         _add_update(row, measured.update)
     if measured.memory and "peak" in measured.memory:
-        row.peak_memory_bytes, row.peak_memory_source = measured.memory["peak"], "tracked tensors"
+        row.peak_memory_bytes = measured.memory["peak"]
+        row.peak_memory_source = "tracked tensors"
     if measured.accumulation is not None:
         row.accumulated_in = measured.accumulation.dtype
         row.stepped_in = measured.accumulation.result_dtype
@@ -304,24 +314,22 @@ def _add_once(row: TrialRow, measured: MeasuredOnce) -> None:
         if cost.num_launches is not None:
             row.num_launches_per_micro_batch = cost.num_launches / n
     if measured.exposure is not None:
-        row.collective_s, row.exposed_s = (
-            measured.exposure.collective_s,
-            measured.exposure.exposed_s,
-        )
+        row.collective_s = measured.exposure.collective_s
+        row.exposed_s = measured.exposure.exposed_s
 
 
 def _add_update(row: TrialRow, update: UpdateCheck) -> None:
-    row.update_error, row.update_scale = known(update.error), known(update.scale)
+    row.update_error = known(update.error)
+    row.update_scale = known(update.scale)
     row.update_residual = known(update.residual)
     row.gradient_norm = known(update.gradient_norm)
-    row.unclipped_error, row.unclipped_scale = (
-        known(update.unclipped_error),
-        known(update.unclipped_scale),
-    )
+    row.unclipped_error = known(update.unclipped_error)
+    row.unclipped_scale = known(update.unclipped_scale)
     row.device_error = known(update.device_error)
     row.device_loss_deviation = known(update.device_loss_deviation)
     row.device_loss_size = known(update.device_loss_size)
-    row.update_tensor_error, row.update_tensor = known(update.tensor_error), update.tensor
+    row.update_tensor_error = known(update.tensor_error)
+    row.update_tensor = update.tensor
     row.fp32_update_error = known(update.fp32_error)
     row.fp32_tensor_error = known(update.fp32_tensor_error)
     row.fp32_tensor = update.fp32_tensor
@@ -350,14 +358,13 @@ def _add_timed(
     row.micro_batches_per_update = ",".join(map(str, timed.micro_batches_per_update))
     if timed.losses:
         row.final_loss = known(timed.losses[-1])
-    for counter, count in list(timed.reported.items())[:1]:
-        row.optimizer_steps_reported_by, row.optimizer_steps_reported = counter, count
+    if timed.reported:
+        row.optimizer_steps_reported_by = next(iter(timed.reported))
+        row.optimizer_steps_reported = timed.reported[row.optimizer_steps_reported_by]
     if timed.host is not None:
         row.num_cpus = timed.host.num_cpus
-        row.foreign_cores, row.stolen_cores = (
-            known(timed.host.foreign_cores),
-            known(timed.host.stolen_cores),
-        )
+        row.foreign_cores = known(timed.host.foreign_cores)
+        row.stolen_cores = known(timed.host.stolen_cores)
     if record.gpus is not None and cell.world.is_timed:
         _add_gpus(row, record.gpus.gpus, len(timed.step_seconds), record.tokens_per_step)
     seconds = step_time(cell, timed)
@@ -370,10 +377,8 @@ def _add_timed(
         if cell.world.times_communication:
             _add_rates(row, record, seconds, manifest)
     if timed.cuda_memory:
-        row.peak_memory_bytes, row.peak_memory_source = (
-            timed.cuda_memory["allocated"],
-            "CUDA allocator, allocated",
-        )
+        row.peak_memory_bytes = timed.cuda_memory["allocated"]
+        row.peak_memory_source = "CUDA allocator, allocated"
 
 
 def _add_end(row: TrialRow, end: EndCheck) -> None:
@@ -391,8 +396,10 @@ def _add_end(row: TrialRow, end: EndCheck) -> None:
     if end.ranks is not None:
         _add_ranks(row, end.ranks, "after the last window")
     if end.unchecked:
-        others = [row.unchecked] if row.unchecked else []
-        row.unchecked = "; ".join([*others, f"the state at the end: {end.unchecked}"])
+        text = f"the state at the end: {end.unchecked}"
+        if row.unchecked:
+            text = f"{row.unchecked}; {text}"
+        row.unchecked = text
 
 
 def _add_ranks(row: TrialRow, apart: RanksApart, when: str) -> None:
