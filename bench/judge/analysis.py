@@ -57,12 +57,16 @@ def permanent_id(pool: Pool, name: str) -> str:
 
 def hashes_of(pool: Pool) -> str:
     """The beginning of the hash that pins each run of a pool, with ``+`` between them."""
-    return "+".join(pin[:DIGITS] for pin in pool.pins) or "none"
+    return _beginnings(pool.pins)
 
 
 def older_hashes_of(pool: Pool) -> str:
     """The same of the journals alone, as older ids have it."""
-    return "+".join(digest[:DIGITS] for digest in pool.digests) or "none"
+    return _beginnings(pool.digests)
+
+
+def _beginnings(hashes: Iterable[str]) -> str:
+    return "+".join(each[:DIGITS] for each in hashes) or "none"
 
 
 def quoted(name: str) -> str:
@@ -229,7 +233,9 @@ class Analysis:
         return self._judged(pairs)[-1]
 
     def _judged(self, pairs: Sequence[Pair]) -> list[ComparedPair]:
-        measured = self.control.time if self.control else None
+        measured = None
+        if self.control is not None:
+            measured = self.control.time
         return judge_pairs(self.pool, self.pool, pairs, control=measured)
 
     @cached_property
@@ -363,13 +369,13 @@ class Analysis:
 
     def _step_time(self, cell: Cell) -> Estimate:
         """The step time of a cell in the run, or over those of the pool that have it."""
-        trials: list[Sequence[float]] = []
-        for run in self.pool.runs:
-            if cell.cell_id in run.cells:
-                trials.append(run.evidence.of(cell).sample.trials)
         if self.pool.is_single:
-            return estimate(trials[0])
-        return estimate_over_runs([of_run for of_run in trials if of_run])
+            return estimate(self.run.evidence.of(cell).sample.trials)
+        runs: list[Sequence[float]] = []
+        for run in self.pool.runs:
+            if cell.cell_id in run.cells and (trials := run.evidence.of(cell).sample.trials):
+                runs.append(trials)
+        return estimate_over_runs(runs)
 
     @cached_property
     def cells(self) -> pd.DataFrame:

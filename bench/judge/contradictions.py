@@ -103,12 +103,13 @@ def _devices(run: Run) -> Iterator[Finding]:
     """The GPU of a rank is named by torch in each record, and in run.json by what found it."""
     known: set[str] = set()
     for node in (run.manifest.node, *run.manifest.nodes):
-        known.update(gpu.name for gpu in node.machine.gpus)
+        for gpu in node.machine.gpus:
+            known.add(gpu.name)
     for record in run.records:
         name = record.device_name
         if not name or not known or record.cell.device is not Device.CUDA:
             continue
-        if not any(gpu in name or name in gpu for gpu in known):  # torch adds a MIG profile
+        if not any(each in name or name in each for each in known):  # torch adds a MIG profile
             ran = f"{run.labels[record.cell_id]} ran on '{name}'"
             yield error(TOPIC, f"{ran}, and run.json says {some(sorted(known))}")
             return

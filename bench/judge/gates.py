@@ -231,7 +231,8 @@ def judge(
     told: dict[tuple[str, int], tuple[str, ...]] = {}
     for row in good:
         failed = found.get(row.key, [])
-        failed += [Failure(Gate.BYTES, text) for text in wrong.get(row.cell.cell_id, ())]
+        for text in wrong.get(row.cell.cell_id, ()):
+            failed.append(Failure(Gate.BYTES, text))
         if failed:
             told[row.key] = _invalidate(row, failed)
     return replace(filled, failures=told)
@@ -528,22 +529,20 @@ def _moves_losses(row: TrialRow) -> bool:
 
 
 def _step_failures(row: TrialRow) -> list[Failure]:
-    texts, cell = [], row.cell
-    if row.optimizer_steps_observed != cell.windows:
-        texts.append(
-            f"{row.optimizer_steps_observed} optimizer steps were taken, {cell.windows} were due"
-        )
+    found: list[Failure] = []
+    cell, taken, used = row.cell, row.optimizer_steps_observed, row.micro_batches_per_update
+    if taken != cell.windows:
+        text = f"{taken} optimizer steps were taken, {cell.windows} were due"
+        found.append(Failure(Gate.STEPS, text))
     num_due = cell.windows * cell.accumulate
     if row.num_micro_batches != num_due:
-        texts.append(f"{row.num_micro_batches} micro-batches were used, {num_due} were due")
-    elif row.micro_batches_per_update != str(cell.accumulate):
-        texts.append(
-            f"updates used {row.micro_batches_per_update} micro-batches each, "
-            f"{cell.accumulate} were due"
-        )
+        text = f"{row.num_micro_batches} micro-batches were used, {num_due} were due"
+        found.append(Failure(Gate.STEPS, text))
+    elif used != str(cell.accumulate):
+        text = f"updates used {used} micro-batches each, {cell.accumulate} were due"
+        found.append(Failure(Gate.STEPS, text))
     if not row.ranks_agree:
-        texts.append("the ranks took different numbers of steps")
-    found = [Failure(Gate.STEPS, text) for text in texts]
+        found.append(Failure(Gate.STEPS, "the ranks took different numbers of steps"))
     summed = row.accumulated_in
     if summed is not None and summed not in {"not measured", cell.accumulation_dtype}:
         text = f"gradients are summed in {summed}, {cell.accumulation_dtype} was due"

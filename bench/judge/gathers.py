@@ -200,27 +200,40 @@ def leaves(layout: Layout) -> Layout:
     for module, outer in callers.items():
         for each in (module, *outer):
             units[each].update(unit_of[p] for p in layout.modules[module])
-    in_block = {module for module, found in units.items() if len(found) == 1 and ROOT not in found}
-    inner = {module for module, outer in callers.items() if in_block.intersection(outer)}
+    in_block: set[int] = set()
+    for module, found in units.items():
+        if len(found) == 1 and ROOT not in found:
+            in_block.add(module)
+    inner: set[int] = set()
+    for module, outer in callers.items():
+        if in_block.intersection(outer):
+            inner.add(module)
     modules = list(layout.modules)
     for module in in_block | inner:
         modules[module] = ()
         if module not in inner:
             modules[module] = tuple(parameters_of[min(units[module])])
-    last = {unit_of[p]: p for p in layout.gradients}
-    gradients: list[int] = []
-    for p in layout.gradients:
-        if unit_of[p] == ROOT:
-            gradients.append(p)
-        elif p == last[unit_of[p]]:
-            gradients += parameters_of[unit_of[p]]
     return dataclasses.replace(
         layout,
-        gradients=tuple(gradients),
+        gradients=_block_by_block(layout.gradients, unit_of, parameters_of),
         modules=tuple(modules),
         forward=_without(layout.forward, inner),
         backward=_without(layout.backward, inner),
     )
+
+
+def _block_by_block(
+    gradients: Sequence[int], unit_of: Sequence[int], parameters_of: Mapping[int, Sequence[int]]
+) -> tuple[int, ...]:
+    """The order of gradients, if those of a block come together where its last one was."""
+    last = {unit_of[p]: p for p in gradients}
+    found: list[int] = []
+    for p in gradients:
+        if unit_of[p] == ROOT:
+            found.append(p)
+        elif p == last[unit_of[p]]:
+            found += parameters_of[unit_of[p]]
+    return tuple(found)
 
 
 def _callers(layout: Layout) -> dict[int, tuple[int, ...]]:

@@ -170,9 +170,14 @@ def _follows(timed: MergedTimings) -> bool:
 
 def _order(records: Sequence[TrialRecord]) -> Finding:
     """Whether the trials of different cells are interleaved."""
-    ids = [record.cell_id for record in records if not record.cell.is_reference]
+    ids: list[str] = []
+    repeats: set[int] = set()
+    for record in records:
+        repeats.add(record.repeat)
+        if not record.cell.is_reference:
+            ids.append(record.cell_id)
     rows = sum(a == b for a, b in pairwise(ids))
-    blocks = len({record.repeat for record in records})
+    blocks = len(repeats)
     # A reversed block starts with the cell that the previous block ended with.
     if rows > blocks and len(set(ids)) > 1:
         return warning(

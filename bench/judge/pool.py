@@ -55,8 +55,11 @@ class Pool:
 
     def has(self, *cells: Cell) -> bool:
         """Whether every run has these cells."""
-        ids = {cell.cell_id for cell in cells}
-        return all(ids <= run.cells.keys() for run in self.runs)
+        for run in self.runs:
+            for cell in cells:
+                if cell.cell_id not in run.cells:
+                    return False
+        return True
 
     @property
     def notes(self) -> list[str]:
