@@ -471,12 +471,12 @@ def _of_all(numbers: Iterable[float | None]) -> list[float]:
 
 def _slowdowns(gpus: Sequence[GpuSummary]) -> list[str]:
     """The reasons for which some GPU's clock was lowered in a good part of the samples."""
-    shares: dict[str, float] = {}
+    found: set[str] = set()
     for gpu in gpus:
         for name in gpu.slowdowns or ():
-            share = (gpu.throttle or {})[name]
-            shares[name] = max(shares.get(name, 0.0), share)
-    return [name for name in sorted(shares) if shares[name] >= SLOWED_SHARE]
+            if (gpu.throttle or {})[name] >= SLOWED_SHARE:
+                found.add(name)
+    return sorted(found)
 
 
 def _step_rows(record: TrialRecord) -> list[StepRow]:
