@@ -103,15 +103,15 @@ def next_command(run: Run, reasons: Collection[Reason], folder: Path, num_runs: 
     Over several runs, one more of them.
     """
     place = shlex.quote(str(folder))
-    if set(reasons) <= FAILED:
+    asked = set(reasons)
+    if asked <= FAILED:
         return on_each_node(run, f"{shlex.join(BENCH)} run --resume {place} --retry-failed")
-    if set(reasons) == {Reason.CONTROL_OFF} or (
-        num_runs > 1 and set(reasons) & {*MORE_HELPS, Reason.FEW_RUNS}
-    ):
+    lacks_runs = num_runs > 1 and asked & {*MORE_HELPS, Reason.FEW_RUNS}
+    if lacks_runs or asked == {Reason.CONTROL_OFF}:
         return _another_run(run, reasons)
-    if set(reasons) == {Reason.WIDE}:
+    if asked == {Reason.WIDE}:
         return ""  # the difference may be as small as any
-    if Reason.DISTURBED not in reasons and not set(reasons) & MORE_HELPS:
+    if Reason.DISTURBED not in asked and not asked & MORE_HELPS:
         return f"{shlex.join(BENCH)} check {place}"
     more: dict[str, object] = {}
     if _repeats(run) < MIN_TRIALS:
