@@ -219,8 +219,9 @@ class Analysis:
     def ratio(self, cell_id: str, other_id: str) -> ComparedPair:
         """A cell against any other one.
 
-        No report compares cells that differ otherwise than in the backend (in N, for example): Holm's correction then
-        covers the run's own comparisons and this one. Raises InputError if the two are one.
+        No report compares cells that differ otherwise than in the backend (in N, for example):
+        Holm's correction then covers the run's own comparisons and this one. Raises InputError if
+        the two are one.
         """
         cell, other = self.run.cells[cell_id], self.run.cells[other_id]
         if cell_id == other_id:

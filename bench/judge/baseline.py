@@ -93,8 +93,8 @@ def interim_analysis(
 
     Cells that are equal but for the backend are one group, which stays open as a whole until the
     intervals of all its ratios to the baseline are narrow enough (``verdicts.next_precision``); the
-    A/A pair's counts in its own group. Cells that cannot be compared, or have failed trials, keep no
-    group open and get no more trials; neither do cells that need only one trial (``once`` of the
+    A/A pair's counts in its own group. Cells that cannot be compared, or have failed trials, keep
+    no group open and get no more trials; neither do cells that need only one trial (``once`` of the
     manifest).
     """
     run = run_of(records, manifest)
@@ -138,9 +138,7 @@ def interim_analysis(
     )
 
 
-def _groups(
-    judged: Sequence[ComparedPair], once: Collection[str]
-) -> dict[str, list[ComparedPair]]:
+def _groups(judged: Sequence[ComparedPair], once: Collection[str]) -> dict[str, list[ComparedPair]]:
     """The comparisons of cells that may need more trials, by the id of the cell of the baseline."""
     found: dict[str, list[ComparedPair]] = {}
     for row in judged:

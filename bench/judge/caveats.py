@@ -37,7 +37,8 @@ WAYS = "bf16 is computed in different ways, which by itself changes time and mem
 IMPLIES = {BF16_AUTOCAST: ", which keeps the residual stream and norms in fp32"}
 """What a way of computing bf16 implies."""
 BARE_LOOPS = Path(__file__).with_name("bare_loops.json")
-"""By backend, the ratio of its step under the bench to a bare loop's, on the CPU, with a 95 % interval.
+"""By backend, the ratio of its step under the bench to a bare loop's, on the CPU, with a 95 %
+interval.
 
 ``nox -s overhead`` writes it beside docs/performance.md.
 """
@@ -115,9 +116,7 @@ def _of_cell(run: Run, cell_id: str) -> Iterator[Finding]:
         return Finding(level, topic, text, subject=subject, cells=(cell_id,), brief=text)
 
     if evidence.barred:
-        topic = "machine"
-        if evidence.is_wrong:
-            topic = "gates"
+        topic = "gates" if evidence.is_wrong else "machine"
         yield finding(Level.WARNING, topic, f"not comparable: {'; '.join(evidence.barred)}")
     for (status, reason), count in evidence.failures.items():
         why = reason or "no reason was recorded"

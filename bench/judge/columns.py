@@ -1,8 +1,8 @@
 """The table of columns: name, dtype, unit, meaning and form of every column of a run's frames.
 
-Parquet schemas, frames, tables on the page and in the terminal, figure titles and exports are all derived from it. A
-field of a cell is an axis of a matrix; its ``axis`` says whether it belongs to the work or to the way it is done.
-Missing values are NA.
+Parquet schemas, frames, tables on the page and in the terminal, figure titles and exports are all
+derived from it. A field of a cell is an axis of a matrix; its ``axis`` says whether it belongs to
+the work or to the way it is done. Missing values are NA.
 """
 
 from __future__ import annotations
@@ -167,11 +167,12 @@ COLUMNS: dict[str, dict[str, Column]] = {
 }
 """Columns of each frame, in order.
 
-Steps and losses count from 0 at the first update. ``foreign_cores`` and ``stolen_cores`` are means over the time pass.
-``collective_s``, ``exposed_s``, ``*_per_micro_batch`` (one window of the rank with the largest value, divided by N,
-including the optimizer step's share) and ``other_work`` are measured once per cell. MFU is model FLOPs (PaLM,
-arXiv:2204.02311, appendix B) per second, relative to a peak. Step times, power and energy are missing if ranks shared a
-GPU. ``expected_*`` are filled by ``bench.judge.expected``.
+Steps and losses count from 0 at the first update. ``foreign_cores`` and ``stolen_cores`` are means
+over the time pass. ``collective_s``, ``exposed_s``, ``*_per_micro_batch`` (one window of the rank
+with the largest value, divided by N, including the optimizer step's share) and ``other_work`` are
+measured once per cell. MFU is model FLOPs (PaLM, arXiv:2204.02311, appendix B) per second, relative
+to a peak. Step times, power and energy are missing if ranks shared a GPU. ``expected_*`` are filled
+by ``bench.judge.expected``.
 """
 
 

@@ -1,7 +1,7 @@
 """Whether a run's records can be those of one run, and whether its manifest says what they say.
 
-A checksum tells a line that was changed by accident. Whoever changes a run on purpose makes its checksums again, so
-what stands in two places is compared here.
+A checksum tells a line that was changed by accident. Whoever changes a run on purpose makes its
+checksums again, so what stands in two places is compared here.
 """
 
 from __future__ import annotations

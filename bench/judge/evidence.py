@@ -30,7 +30,8 @@ class CellEvidence:
     cycles: Sample | None = None
     """The same trials in clock cycles: seconds times SM clock. None if a clock is not known."""
     status: str = Status.OK
-    """Of the cell: invalid if one of its trials is, else that of the first trial that is not ok, ok if all are."""
+    """Of the cell: invalid if one of its trials is, else that of the first trial that is not ok, ok
+    if all are."""
     reason: str = ""
     """Why the status is not ok."""
     num_ok: int = 0
@@ -86,8 +87,8 @@ class CellEvidence:
 class EvidenceByCell:
     """The sides of a run's cells, from tables that the gates have judged; cached.
 
-    With a ``letter``, for comparing two runs, labels start with it, and repeats are not shared blocks, since the runs
-    were not interleaved.
+    With a ``letter``, for comparing two runs, labels start with it, and repeats are not shared
+    blocks, since the runs were not interleaved.
     """
 
     def __init__(self, tables: Tables, letter: str = "") -> None:
@@ -158,9 +159,7 @@ class EvidenceByCell:
             lossy=trials[0].facts.lossy,
         )
 
-    def _failed_gates(
-        self, cell: Cell, trials: Sequence[TrialRow]
-    ) -> dict[tuple[str, ...], bool]:
+    def _failed_gates(self, cell: Cell, trials: Sequence[TrialRow]) -> dict[tuple[str, ...], bool]:
         """What failed gates found, each once, and whether it is a wrong result."""
         found: dict[tuple[str, ...], bool] = {}
         for row in trials:

@@ -26,10 +26,11 @@ from bench.run.trial_record import TrialRecord
 from bench.workload.layout import Layout
 
 LONG_STEPS = 200
-"""A training of this many optimizer steps is long: rounding alone makes its losses diverge in the end."""
+"""A training of this many optimizer steps is long: rounding alone makes its losses diverge in the
+end."""
 COMPARED_STEPS = 50
-"""Number of first losses compared in a long training: correct backends differed by up to 2e-4 nats after 60 steps. The
-state at the end of a training of more steps is compared between ranks alone."""
+"""Number of first losses compared in a long training: correct backends differed by up to 2e-4 nats
+after 60 steps. The state at the end of a training of more steps is compared between ranks alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +136,9 @@ def fill(
     Returns new tables, and by cell_id one line per operation or category that differs. The
     ``records`` have the layouts of models that are not shipped, and the settings that backends had;
     ``peaks``, by cell_id, are the peaks of memory in bytes that run.json predicted before the run.
-    An operation that is expected but was not seen gets a row with 0 calls; one that was seen but not
-    expected has 0 expected calls. Without a formula (a plug-in backend, a model of unknown layout)
-    the columns stay empty.
+    An operation that is expected but was not seen gets a row with 0 calls; one that was seen but
+    not expected has 0 expected calls. Without a formula (a plug-in backend, a model of unknown
+    layout) the columns stay empty.
     """
     settings, predicted = settings_of(records), peaks or {}
     layouts = {record.cell_id: record.layout for record in records if record.layout is not None}

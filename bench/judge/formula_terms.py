@@ -12,7 +12,8 @@ from bench.workload.layout import Layout
 ELEMENT_BYTES = {Precision.FP32: 4, Precision.BF16: 2}
 """Bytes of one element of forward and backward, by precision."""
 Settings = Mapping[str, object]
-"""What a trial has stored of ``Backend.settings``; empty before there is one, where those of today apply."""
+"""What a trial has stored of ``Backend.settings``; empty before there is one, where those of today
+apply."""
 NO_SETTINGS: Settings = {}
 CallsAndHeld = tuple[Iterable[Call], dict[str, int]]
 """The collectives of a window, and the bytes held by category."""
@@ -23,8 +24,8 @@ Formula = Callable[[type[Any], Cell, Layout, int, Settings], CallsAndHeld | None
 def moments(cell: Cell, numel: int, num_tensors: int) -> int:
     """Bytes of the optimizer's state for a rank's fp32 parameters: two moments and step counters.
 
-    torch/optim/adam.py:_init_group: the counter is an fp32 scalar, on the host unless the optimizer is fused, and so
-    not counted on CUDA unless fused. SGD without momentum has no state.
+    torch/optim/adam.py:_init_group: the counter is an fp32 scalar, on the host unless the optimizer
+    is fused, and so not counted on CUDA unless fused. SGD without momentum has no state.
     """
     if cell.optimizer == SGD:
         return 0

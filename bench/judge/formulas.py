@@ -1,10 +1,11 @@
 """Closed formulas for collectives and held bytes of all built-in backends, from cell and layout.
 
-Plain arithmetic without torch: ``expect(cell, layout)`` for a cell, ``layout_of(cell)`` for the layouts of shipped
-models. Each docstring names the source of its formula. Valid for the versions in constraints.txt.
-DistributedDataParallel reduces gradients in buckets and broadcasts buffers; FSDP2 gathers and reduces every unit as one
-tensor, with each parameter padded in its first dimension; ``bench.judge.zero`` has those of DeepSpeed. FORMULAS says
-which backend has which; one of another package may bring its own (``Backend.formula``).
+Plain arithmetic without torch: ``expect(cell, layout)`` for a cell, ``layout_of(cell)`` for the
+layouts of shipped models. Each docstring names the source of its formula. Valid for the versions in
+constraints.txt. DistributedDataParallel reduces gradients in buckets and broadcasts buffers; FSDP2
+gathers and reduces every unit as one tensor, with each parameter padded in its first dimension;
+``bench.judge.zero`` has those of DeepSpeed. FORMULAS says which backend has which; one of another
+package may bring its own (``Backend.formula``).
 """
 
 from __future__ import annotations
@@ -71,13 +72,15 @@ class Collective:
     """The calls of one operation on one dtype in a window, on every rank."""
 
     op: str
-    """As ``CollectiveCounter`` names it: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``."""
+    """As ``CollectiveCounter`` names it: ``all_reduce``, ``all_gather``, ``reduce_scatter``,
+    ``broadcast``."""
     group: str
     """The ranks that take part, a ``RankGroup``."""
     dtype: str
     calls: int
     payload_bytes: int
-    """Bytes of the whole logical tensors, summed over the calls; see ``bench.measure.collectives.payload_bytes``."""
+    """Bytes of the whole logical tensors, summed over the calls; see
+    ``bench.measure.collectives.payload_bytes``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,11 +90,12 @@ class Expectation:
     collectives: tuple[Collective, ...]
     """Sorted by operation, group and dtype, like the counter's rows."""
     held: dict[str, int]
-    """Bytes per rank of tensors that outlive a micro-batch, between two micro-batches of a window, by category:
-    ``parameters``, ``gradients``, ``optimizer_state`` and ``communication``."""
+    """Bytes per rank of tensors that outlive a micro-batch, between two micro-batches of a window,
+    by category: ``parameters``, ``gradients``, ``optimizer_state`` and ``communication``."""
     beside: Mapping[str, int] = field(default_factory=dict)
-    """Where a backend offloads from a device, the same of the host (``host_held_<category>``), the part of it that is
-    pinned (PINNED), and what is copied in a window (COPIED_TO_HOST, COPIED_TO_DEVICE)."""
+    """Where a backend offloads from a device, the same of the host (``host_held_<category>``), the
+    part of it that is pinned (PINNED), and what is copied in a window (COPIED_TO_HOST,
+    COPIED_TO_DEVICE)."""
 
 
 def layout_of(cell: Cell) -> Layout | None:
@@ -106,8 +110,8 @@ def expect(
 ) -> Expectation | None:
     """Collectives of a steady-state window, and bytes that a rank holds between micro-batches.
 
-    None for a backend without a formula, and for a built-in one if its formula does not cover the layout
-    (``not_covered``). The world may have any size and need not exist.
+    None for a backend without a formula, and for a built-in one if its formula does not cover the
+    layout (``not_covered``). The world may have any size and need not exist.
     """
     backend = BUILT_IN.get(cell.backend)
     if backend is None:
@@ -172,7 +176,8 @@ def _apart(held: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
 def not_covered(layout: Layout) -> str:
     """What in a layout the formulas do not cover, in words; empty if they cover all.
 
-    They are for dense gradients in fp32 of all parameters: frameworks treat others, each in its own way, differently.
+    They are for dense gradients in fp32 of all parameters: frameworks treat others, each in its own
+    way, differently.
     """
     for parameter in layout.parameters:
         if parameter.special:
@@ -208,8 +213,9 @@ BROADCAST_BYTES = 250 * 2**20
 def buckets(sizes: Sequence[int], limits: Sequence[int]) -> list[int]:
     """Sizes of buckets in bytes, from the sizes of tensors of one dtype, in order.
 
-    The tensor that reaches the limit closes the bucket, so a bucket may exceed its limit; the last limit applies to all
-    further buckets (torch/csrc/distributed/c10d/reducer.cpp:compute_bucket_assignment_by_size).
+    The tensor that reaches the limit closes the bucket, so a bucket may exceed its limit; the last
+    limit applies to all further buckets
+    (torch/csrc/distributed/c10d/reducer.cpp:compute_bucket_assignment_by_size).
     """
     found: list[int] = []
     filled = 0
@@ -228,15 +234,17 @@ def ddp(
 ) -> CallsAndHeld:
     """All-reduces of gradient buckets and broadcasts of buffers; DDP does both at W = 1 too.
 
-    Buckets are in the order in which the first backward finished the gradients (reducer.cpp:rebuild_buckets), and in
-    fp32 also under autocast. Buffers are broadcast before a forward, unless the previous forward was under ``no_sync``
-    (distributed.py:_check_sync_bufs_pre_fwd and _post_forward), so a deferred window broadcasts them once.
+    Buckets are in the order in which the first backward finished the gradients
+    (reducer.cpp:rebuild_buckets), and in fp32 also under autocast. Buffers are broadcast before a
+    forward, unless the previous forward was under ``no_sync``
+    (distributed.py:_check_sync_bufs_pre_fwd and _post_forward), so a deferred window broadcasts
+    them once.
 
     Held are what the reference holds and the reducer's buckets, as large as all gradients. With
     ``gradient_as_bucket_view`` a gradient is a view of its bucket once it is reduced
-    (reducer.cpp:mark_variable_ready_dense). ``zero_grad`` drops the view, so gradients that are summed under
-    ``no_sync`` are tensors of their own. The model's buffers are not counted: a broadcast copies them, unless a dtype
-    has only one, which is then sent directly.
+    (reducer.cpp:mark_variable_ready_dense). ``zero_grad`` drops the view, so gradients that are
+    summed under ``no_sync`` are tensors of their own. The model's buffers are not counted: a
+    broadcast copies them, unless a dtype has only one, which is then sent directly.
     """
     is_eager = backend.sync is Sync.EAGER or (backend.eager_on_one_rank and cell.world_size == 1)
     times = 1
@@ -283,7 +291,8 @@ def fsdp2(
 ) -> CallsAndHeld | None:
     """FSDP2 over the ranks of a shard group: all of them, or W / R under HSDP.
 
-    None where the root is split and the model is not shipped: the units then depend on methods of the model.
+    None where the root is split and the model is not shipped: the units then depend on methods of
+    the model.
     """
     if backend.splits_root and cell.workload != "llama":
         return None
@@ -303,11 +312,12 @@ def fsdp2_collectives(
 ) -> Iterator[Call]:
     """Gathers in the compute dtype, reduce-scatters in fp32, and an all-reduce of a norm, if any.
 
-    With G units, one of them the root: all-gathers N(2G-1) if blocks are resharded after forward (the root never is),
-    NG if they stay gathered until backward, G if they stay for the window; reduce-scatters NG eager, G deferred.
-    _fsdp_param_group.py:unshard and post_backward, _fsdp_collectives.py:foreach_reduce. Clipping sums one norm per
-    parameter over the ranks, in one call (torch/nn/utils/clip_grad.py:_get_total_norm stacks the norms, and their
-    ``vector_norm`` makes the partial DTensor full). At W = 1 nothing is sent: gathers and scatters are copies
+    With G units, one of them the root: all-gathers N(2G-1) if blocks are resharded after forward
+    (the root never is), NG if they stay gathered until backward, G if they stay for the window;
+    reduce-scatters NG eager, G deferred. _fsdp_param_group.py:unshard and post_backward,
+    _fsdp_collectives.py:foreach_reduce. Clipping sums one norm per parameter over the ranks, in one
+    call (torch/nn/utils/clip_grad.py:_get_total_norm stacks the norms, and their ``vector_norm``
+    makes the partial DTensor full). At W = 1 nothing is sent: gathers and scatters are copies
     (_fsdp_param_group.py:unshard).
     """
     if world_size == 1:
@@ -350,9 +360,10 @@ def offloaded_units(
 def units_of(backend: type[FSDP2Backend], layout: Layout) -> Layout:
     """The layout in the units that FSDP2 shards.
 
-    Where the root is split, they are blocks and embedding, then norm and head.
-    The last two are one unit, which stays gathered from forward to backward as the root does elsewhere; the root
-    itself has no parameters. A tied embedding is in that unit (accelerate/utils/fsdp_utils.py:fsdp2_prepare_model).
+    Where the root is split, they are blocks and embedding, then norm and head. The last two are one
+    unit, which stays gathered from forward to backward as the root does elsewhere; the root itself
+    has no parameters. A tied embedding is in that unit
+    (accelerate/utils/fsdp_utils.py:fsdp2_prepare_model).
     """
     if not backend.splits_root:
         return layout
@@ -366,9 +377,9 @@ def units_of(backend: type[FSDP2Backend], layout: Layout) -> Layout:
 def replica_collectives(sync: Sync, cell: Cell, layout: Layout) -> Iterator[Call]:
     """HSDP's all-reduces of shards of gradients over replicas: one per unit and reduction, in fp32.
 
-    With G units NG eager, G if deferred. Beside them, a shard group does what FSDP2 does over W / R ranks: with NG
-    reduce-scatters unless these are deferred too (_fsdp_collectives.py:foreach_reduce). The norm for clipping is summed
-    in the shard group alone.
+    With G units NG eager, G if deferred. Beside them, a shard group does what FSDP2 does over W / R
+    ranks: with NG reduce-scatters unless these are deferred too
+    (_fsdp_collectives.py:foreach_reduce). The norm for clipping is summed in the shard group alone.
     """
     num_shards = cell.group_size(RankGroup.SHARD)
     for parameters in layout.units.values():
@@ -381,11 +392,12 @@ def fsdp2_held(
 ) -> dict[str, int]:
     """fp32 shards with padding; gradients as shards under eager sync, else in full and unpadded.
 
-    Eager: ``sharded_param.grad`` is a view of the reduce-scatter's padded output (_fsdp_collectives.py:foreach_reduce).
-    HSDP that defers only its all-reduce sums that output over micro-batches in ``_partial_reduce_output``. Deferred:
-    full ``unsharded_param.grad`` in fp32; in bf16 ``unsharded_accumulated_grad``, in the reduction dtype, fp32
-    (_fsdp_param.py:to_accumulated_grad_if_needed). Parameters that stay gathered for the window add their full size,
-    padded, in the compute dtype.
+    Eager: ``sharded_param.grad`` is a view of the reduce-scatter's padded output
+    (_fsdp_collectives.py:foreach_reduce). HSDP that defers only its all-reduce sums that output
+    over micro-batches in ``_partial_reduce_output``. Deferred: full ``unsharded_param.grad`` in
+    fp32; in bf16 ``unsharded_accumulated_grad``, in the reduction dtype, fp32
+    (_fsdp_param.py:to_accumulated_grad_if_needed). Parameters that stay gathered for the window add
+    their full size, padded, in the compute dtype.
     """
     shards = padded(layout.parameters, world_size) // world_size
     parameters, gradients = 4 * shards, 4 * shards
@@ -399,10 +411,10 @@ def fsdp2_held(
 def wire_bytes(op: str, payload_bytes: int, group_size: int) -> float:
     """Bytes that each of W ranks in a group sends in a ring algorithm; derived, not measured.
 
-    (W-1)/W of the payload for all-gather and reduce-scatter, twice that for all-reduce, which consists of both, and the
-    payload once for broadcast (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009) 117; ``doc/PERFORMANCE.md``
-    of nccl-tests has the same factors). Nothing at W = 1. Gloo sends other amounts: its reduce-scatter is an
-    all-reduce.
+    (W-1)/W of the payload for all-gather and reduce-scatter, twice that for all-reduce, which
+    consists of both, and the payload once for broadcast (Patarasuk and Yuan, J. Parallel Distrib.
+    Comput. 69 (2009) 117; ``doc/PERFORMANCE.md`` of nccl-tests has the same factors). Nothing at W
+    = 1. Gloo sends other amounts: its reduce-scatter is an all-reduce.
     """
     if group_size == 1:
         return 0.0

@@ -1,6 +1,7 @@
 """Gates: the checks that make a trial ``invalid``, from facts in the tables and ``TOLERANCES``.
 
-What failed is data: the gate, and the causes of a wrong update. The sentences beside it are for people alone.
+What failed is data: the gate, and the causes of a wrong update. The sentences beside it are for
+people alone.
 """
 
 from __future__ import annotations
@@ -75,10 +76,11 @@ class Tolerance:
     tensor_error: float
     """That of each parameter (``bench.measure.update``)."""
     first_loss: float
-    """|loss - reference's loss| of the first step, before any update, relative to the size of the losses."""
+    """|loss - reference's loss| of the first step, before any update, relative to the size of the
+    losses."""
     loss_deviation: float
-    """Largest |loss - reference's loss| over the compared steps, relative to the size of the losses, or to
-    LOSS_SPREADS times their spread if that is smaller."""
+    """Largest |loss - reference's loss| over the compared steps, relative to the size of the
+    losses, or to LOSS_SPREADS times their spread if that is smaller."""
     end_weights: float
     """Distance of a parameter after the last window from the reference's, relative to its change
     (``bench.run.state_check``)."""
@@ -93,7 +95,8 @@ class Tolerance:
 
 
 LOSS_SPREADS = 30.0
-"""A loss with a large constant in it, which hides what is learnt, moves less than its size divided by this."""
+"""A loss with a large constant in it, which hides what is learnt, moves less than its size divided
+by this."""
 
 
 TOLERANCES: dict[str, Tolerance] = {
@@ -133,15 +136,17 @@ TOLERANCES: dict[str, Tolerance] = {
 BF16_ROUNDING = 2e-4
 """Upper bound of the error of a bf16 update divided by sqrt(layers x width).
 
-Seen on the CPU, of the gradient alone: 8.9e-3, 1.25e-2 and 1.65e-2 in 2 layers of width 1024, 2048 and 4096; 1.8e-2 and
-2.8e-2 in 4 and 10 layers of width 2048: 1.8e-4 to 2e-4 of the root. In the 30 layers of 135m it is half of that. This
-predicts 3.6e-2 for 1b and 7.2e-2 for 8b. The limit is twice the prediction, since a GPU rounds at other places, and
-never below that of small models.
+Seen on the CPU, of the gradient alone: 8.9e-3, 1.25e-2 and 1.65e-2 in 2 layers of width 1024, 2048
+and 4096; 1.8e-2 and 2.8e-2 in 4 and 10 layers of width 2048: 1.8e-4 to 2e-4 of the root. In the 30
+layers of 135m it is half of that. This predicts 3.6e-2 for 1b and 7.2e-2 for 8b. The limit is twice
+the prediction, since a GPU rounds at other places, and never below that of small models.
 """
 MOST_OF_TENSOR = 0.5
-"""Limit in bf16 for single tensors of large or unknown models; 1 is that of a tensor which is not trained."""
+"""Limit in bf16 for single tensors of large or unknown models; 1 is that of a tensor which is not
+trained."""
 BF16_UNKNOWN = 0.15
-"""Limit for a bf16 update of a model that is not shipped, whose layers and width are unknown; about that of 8b."""
+"""Limit for a bf16 update of a model that is not shipped, whose layers and width are unknown; about
+that of 8b."""
 
 
 def tolerance(precision: str, workload: str, model: str) -> Tolerance:
@@ -183,19 +188,21 @@ def allowed(cell: Cell, lossy: Lossy | None) -> Tolerance:
 
 
 RANKS_APART = 1e-5
-"""Largest distance between what two ranks hold of one tensor, relative to its norm. In sound backends it is 0: every
-rank applies the same update to the same reduced gradient. Sums that each rank makes in an order of its own would be
-some 1e-6 apart."""
+"""Largest distance between what two ranks hold of one tensor, relative to its norm. In sound
+backends it is 0: every rank applies the same update to the same reduced gradient. Sums that each
+rank makes in an order of its own would be some 1e-6 apart."""
 MOSTLY = 5.0
 """How many times the error of all parameters that of one must be, to be named beside it."""
 LOSS_SIZE = 5.0
 """Of a small model's losses in records that lack it: a vocabulary of 256 begins at 5.5."""
 DEVICE_ERROR = 1e-4
-"""Largest relative L2 error of a small model's update on the device, against the CPU's. Both compute in fp32.
+"""Largest relative L2 error of a small model's update on the device, against the CPU's. Both
+compute in fp32.
 
-Another order of sums gives 2e-7 in it; products in TF32, with 10 bits of mantissa, 5e-4; heads of keys in the wrong
-order 1.2. Its losses have the limit of fp32: there TF32 gives 8e-5 of 5.5, wrong heads 0.04. bf16 needs no limit of its
-own: the fp32 reference on the same device, to which bf16 cells are compared, is what is checked here.
+Another order of sums gives 2e-7 in it; products in TF32, with 10 bits of mantissa, 5e-4; heads of
+keys in the wrong order 1.2. Its losses have the limit of fp32: there TF32 gives 8e-5 of 5.5, wrong
+heads 0.04. bf16 needs no limit of its own: the fp32 reference on the same device, to which bf16
+cells are compared, is what is checked here.
 """
 
 
@@ -204,8 +211,8 @@ def judge(
 ) -> Tables:
     """Fill in expected values, and set ``status`` and ``reason`` of trials that fail a gate.
 
-    Returns new tables. What is expected depends on layouts of models and settings of backends, which
-    are in ``records``; ``peaks`` are the predicted peaks of memory in bytes, by cell id.
+    Returns new tables. What is expected depends on layouts of models and settings of backends,
+    which are in ``records``; ``peaks`` are the predicted peaks of memory in bytes, by cell id.
 
     Trials that are not ``ok`` are left unchanged. A trial that cannot be checked, because its
     reference is missing or failed, is invalid too: unchecked numbers never count as good. A virtual
@@ -516,8 +523,8 @@ def _limit(limit: float, row: TrialRow) -> str:
 def _moves_losses(row: TrialRow) -> bool:
     """Whether the update has the wrong scale alone, so that the losses must deviate too.
 
-    AdamW is invariant to the scale of gradients, unless they are clipped: its moments then weigh clipped and unclipped
-    gradients wrongly.
+    AdamW is invariant to the scale of gradients, unless they are clipped: its moments then weigh
+    clipped and unclipped gradients wrongly.
     """
     residual = row.update_residual
     if residual is None or not (row.cell.optimizer == SGD or row.cell.clip_norm > 0):

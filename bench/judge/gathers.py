@@ -1,7 +1,8 @@
 """Replays ZeRO-3's gathers of parameters, module by module, as DeepSpeed's coordinator issues them.
 
-There is no closed form: how parameters fall into all-gathers depends on how far prefetching has come. The replay
-follows deepspeed/runtime/zero/partitioned_param_coordinator.py (0.19.8) without its tensors.
+There is no closed form: how parameters fall into all-gathers depends on how far prefetching has
+come. The replay follows deepspeed/runtime/zero/partitioned_param_coordinator.py (0.19.8) without
+its tensors.
 """
 
 from __future__ import annotations
@@ -154,7 +155,10 @@ class Coordinator:
         self._step += 1
 
     def _leave(self, module: int) -> None:
-        """Release a module's parameters, but those that prefetching skipped (release_sub_module)."""
+        """Release a module's parameters (release_sub_module).
+
+        Those that prefetching skipped, as they were present, stay.
+        """
         key = (module, self._step)
         if key not in self._released:  # __params_to_release caches its results
             needed: set[int] = set()
@@ -189,8 +193,8 @@ def persistent(layout: Layout, options: ZeroOptions) -> frozenset[int]:
 def leaves(layout: Layout) -> Layout:
     """The layout as ZeRO-3 sees it if every block is a leaf, whose parameters are gathered as one.
 
-    There are no hooks within a block, and its gradients are reduced when its whole backward is done,
-    in the order of its parameters
+    There are no hooks within a block, and its gradients are reduced when its whole backward is
+    done, in the order of its parameters
     (deepspeed/runtime/zero/stage3.py:create_reduce_and_remove_grad_hooks).
     """
     unit_of = [parameter.unit for parameter in layout.parameters]

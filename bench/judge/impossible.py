@@ -11,13 +11,15 @@ from bench.formatting import digits
 from bench.judge.trial_columns import TrialRow
 
 UTILISATION = 1.5
-"""Largest share of the rate of large matrix products that the run measured on all ranks at once, per second of CPU
-time: what the CPUs give if nobody else takes them. Sound cells of all committed runs reach 0.8 of the rate per second;
-another program on a core's second thread may halve either rate.
+"""Largest share of the rate of large matrix products that the run measured on all ranks at once,
+per second of CPU time: what the CPUs give if nobody else takes them. Sound cells of all committed
+runs reach 0.8 of the rate per second; another program on a core's second thread may halve either
+rate.
 """
 CLOCK_S, CLOCK_SHARE = 0.1, 0.05
-"""How far two clocks may be apart, in seconds and of the span, beside the time that marking took: the kernel marks a
-file with the time of its last tick, of at most 10 ms. On a busy machine 20 ms were seen."""
+"""How far two clocks may be apart, in seconds and of the span, beside the time that marking took:
+the kernel marks a file with the time of its last tick, of at most 10 ms. On a busy machine 20 ms
+were seen."""
 
 
 def impossible(row: TrialRow) -> Iterator[str]:

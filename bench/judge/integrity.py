@@ -29,7 +29,8 @@ TOLERANCE = 1e-9
 OF_A_POOL = (CONTROL, VERDICTS, OTHER_DAYS)
 """Topics on which several runs say more together than each by itself."""
 PROSE = "reason"
-"""A column that may be worded otherwise by another version; gates and causes have columns of their own."""
+"""A column that may be worded otherwise by another version; gates and causes have columns of their
+own."""
 
 
 def check(*places: Path) -> list[Finding]:

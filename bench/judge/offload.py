@@ -1,7 +1,7 @@
 """Formulas of backends that offload: bytes held on device and host, pinned, and copied.
 
-On the CPU the device is the host: nothing is copied between them, nothing is pinned, and what both would hold adds up.
-Valid for the versions in constraints.txt.
+On the CPU the device is the host: nothing is copied between them, nothing is pinned, and what both
+would hold adds up. Valid for the versions in constraints.txt.
 """
 
 from __future__ import annotations
@@ -76,13 +76,15 @@ class Zero2Parts:
 def zero2(sync: Sync, cell: Cell, layout: Layout, parts: Zero2Parts) -> Offloaded:
     """Stage 2 with ``offload_optimizer``: parameters stay on the device, masters rest on the host.
 
-    In fp32 every micro-batch fetches the sum of each parameter that overlaps the partition, whole, adds to it on the
-    device and writes it back (stage_1_and_2.py: async_accumulate_grad_in_cpu_via_gpu); in bf16 a partition of fp32 sums
-    stays on the device (_get_compact_grad_partition_buffer). At the end of a window the partition's part of each goes
-    to the masters' gradient (async_inplace_copy_grad_to_fp32_buffer_from_gpu), and after the update the new partition
-    to the device, through a buffer of its own (param_buffer_of_bit16_for_cpu_offload_groups). On either side there is a
-    buffer as large as the largest parameter (temp_grad_buffer_for_cpu_offload, _for_gpu_offload). All but the
-    optimizer's state is pinned. Under deferred sync gradients are summed whole on the device.
+    In fp32 every micro-batch fetches the sum of each parameter that overlaps the partition, whole,
+    adds to it on the device and writes it back (stage_1_and_2.py:
+    async_accumulate_grad_in_cpu_via_gpu); in bf16 a partition of fp32 sums stays on the device
+    (_get_compact_grad_partition_buffer). At the end of a window the partition's part of each goes
+    to the masters' gradient (async_inplace_copy_grad_to_fp32_buffer_from_gpu), and after the update
+    the new partition to the device, through a buffer of its own
+    (param_buffer_of_bit16_for_cpu_offload_groups). On either side there is a buffer as large as the
+    largest parameter (temp_grad_buffer_for_cpu_offload, _for_gpu_offload). All but the optimizer's
+    state is pinned. Under deferred sync gradients are summed whole on the device.
     """
     element, is_bf16 = ELEMENT_BYTES[cell.precision], cell.precision is Precision.BF16
     sums_on_host = sync is Sync.EAGER and not is_bf16 and cell.accumulate > 1
@@ -117,11 +119,13 @@ def zero3(
     """Stage 3 with ``offload_optimizer`` and ``offload_param``: shards of all rest on the host.
 
     There are shards in the compute dtype, masters, the masters' gradient, and fp32 sums (stage3.py:
-    _create_param_groups_fp16_flat_cpu_memory, initialize_optimizer_states, _setup_for_real_optimizer); masters and the
-    optimizer's state are not pinned. A gather copies shards to the device first, on one rank whole parameters
-    (partition_parameters.py: _all_gather_dtype, NoGatherHandle). A reduction adds on the device: its sums are fetched
-    and written back, in the first micro-batch written and fetched; at the end of the window they are copied once more
-    (stage3.py: partition_grads, _offload_grad_partition_at_boundary). The update copies nothing.
+    _create_param_groups_fp16_flat_cpu_memory, initialize_optimizer_states,
+    _setup_for_real_optimizer); masters and the optimizer's state are not pinned. A gather copies
+    shards to the device first, on one rank whole parameters (partition_parameters.py:
+    _all_gather_dtype, NoGatherHandle). A reduction adds on the device: its sums are fetched and
+    written back, in the first micro-batch written and fetched; at the end of the window they are
+    copied once more (stage3.py: partition_grads, _offload_grad_partition_at_boundary). The update
+    copies nothing.
     """
     element, ranks = ELEMENT_BYTES[cell.precision], cell.world_size
     shards: list[int] = []
@@ -166,10 +170,11 @@ def fsdp2(
 ) -> Offloaded:
     """FSDP2 with ``CPUOffloadPolicy``: shards, gradients and the optimizer are on the host.
 
-    Every gather copies fp32 shards, with padding, which are cast on the device (_fsdp_param.py: all_gather_inputs);
-    every reduction copies the shards of gradients, without (_fsdp_collectives.py: foreach_reduce). Those of the first
-    micro-batch come in pinned memory, to which the others are added. On the CPU, where ``to`` copies nothing, they are
-    views of the padded output of the reduction. Under deferred sync gradients are summed whole on the device.
+    Every gather copies fp32 shards, with padding, which are cast on the device (_fsdp_param.py:
+    all_gather_inputs); every reduction copies the shards of gradients, without
+    (_fsdp_collectives.py: foreach_reduce). Those of the first micro-batch come in pinned memory, to
+    which the others are added. On the CPU, where ``to`` copies nothing, they are views of the
+    padded output of the reduction. Under deferred sync gradients are summed whole on the device.
     """
     padded = unpadded = to_device = to_host = 0
     for unit in units:

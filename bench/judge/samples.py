@@ -49,12 +49,14 @@ def estimate_over_runs(runs: Sequence[Sequence[float]]) -> Estimate:
 
 
 OUTLIER = 14.826
-"""Limit in median absolute deviations: ten standard deviations of a normal distribution, as in hyperfine's
-outlier_detection.rs."""
+"""Limit in median absolute deviations: ten standard deviations of a normal distribution, as in
+hyperfine's outlier_detection.rs."""
 ALPHA = 0.01
-"""Significance level of the tests for drift and bimodality, which are run for every cell of a report."""
+"""Significance level of the tests for drift and bimodality, which are run for every cell of a
+report."""
 MOST = 500
-"""Trials of a cell in which drift and modes are looked for, since their time and memory grow with the square."""
+"""Trials of a cell in which drift and modes are looked for, since their time and memory grow with
+the square."""
 MIN_BIMODAL = 8
 """Least number of trials to tell two modes from chance."""
 NULLS = 4000
@@ -115,7 +117,8 @@ def outliers(values: Sequence[float]) -> list[int]:
 def drift(slots: Sequence[float], medians: Sequence[float]) -> Tested:
     """Relative change of a cell's trial medians from first to last slot; 0.05 is 5 % slower.
 
-    Theil-Sen slope of the logarithms (Sen 1968) over all slots, p-value of Kendall's tau; p = 1 below 5 trials.
+    Theil-Sen slope of the logarithms (Sen 1968) over all slots, p-value of Kendall's tau; p = 1
+    below 5 trials.
     """
     from scipy import stats  # takes half a second to import, and only ``check`` asks for drift
 
@@ -139,12 +142,12 @@ def bimodal(values: Sequence[float]) -> Tested | None:
     """Whether trial medians come from two modes, such as fast and slow placements.
 
     None with fewer than MIN_BIMODAL. The size is the centre of the upper cluster over that of the
-    lower; the share is that of the upper.
-    The logarithms are split where the sum of squares within the two clusters is least; each cluster
-    has at least two values and a tenth of all. The statistic is Ashman's D,
-    sqrt(2) |m1 - m2| / sqrt(s1^2 + s2^2) (Ashman, Bird and Zepf, Astronomical Journal 108, 1994); its
-    p-value is the largest of those under simulated normal noise, uniform noise and Student's t with
-    4 degrees of freedom, so that neither flat nor heavy-tailed noise passes for a second mode.
+    lower; the share is that of the upper. The logarithms are split where the sum of squares within
+    the two clusters is least; each cluster has at least two values and a tenth of all. The
+    statistic is Ashman's D, sqrt(2) |m1 - m2| / sqrt(s1^2 + s2^2) (Ashman, Bird and Zepf,
+    Astronomical Journal 108, 1994); its p-value is the largest of those under simulated normal
+    noise, uniform noise and Student's t with 4 degrees of freedom, so that neither flat nor
+    heavy-tailed noise passes for a second mode.
     """
     if len(values) < MIN_BIMODAL:
         return None

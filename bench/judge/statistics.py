@@ -1,11 +1,12 @@
 """Ratios of step times with intervals. docs/statistics.md has the simulations behind each choice.
 
 1. A trial counts once, with the median of its steps: they share what varies between process groups.
-2. Logarithms are averaged: differences within blocks if both cells ran in the same blocks, which removes shared drift,
-   else each cell on its own. So a ratio is one of geometric means.
-3. Interval and p-values are Student's t of paired differences, or Welch's of two samples (Biometrika 34, 1947).
-4. Of several runs, each counts once, with its ratio: they share what varies between days (Kalibera and Jones, ISMM
-   2013: the highest level with random variation is the one to repeat).
+2. Logarithms are averaged: differences within blocks if both cells ran in the same blocks, which
+   removes shared drift, else each cell on its own. So a ratio is one of geometric means.
+3. Interval and p-values are Student's t of paired differences, or Welch's of two samples
+   (Biometrika 34, 1947).
+4. Of several runs, each counts once, with its ratio: they share what varies between days (Kalibera
+   and Jones, ISMM 2013: the highest level with random variation is the one to repeat).
 """
 
 from __future__ import annotations
@@ -24,19 +25,22 @@ Array = NDArray[np.float64]
 LEVEL = 0.95
 
 MIN_TRIALS = 5
-"""Least number of trials, or of blocks with both cells, for an interval: of fewer the spread is hardly known."""
+"""Least number of trials, or of blocks with both cells, for an interval: of fewer the spread is
+hardly known."""
 MIN_RUNS = 3
 """Least number of runs for an interval over runs."""
 MIN_REPEATS, MAX_REPEATS = 10, 600
-"""Default numbers of blocks at which an adaptive run looks first and stops at the latest; docs/statistics.md."""
+"""Default numbers of blocks at which an adaptive run looks first and stops at the latest;
+docs/statistics.md."""
 
 MARGIN = 0.02
 """Two cells are the same if their ratio is between 1 / (1 + MARGIN) and 1 + MARGIN."""
 PRECISION = 0.02
 """A run stops when intervals are narrower than this, from end to end, relative to the ratio."""
 SAME_WIDTH = 0.65
-"""Width w of an interval, relative to the margin, that shows a difference of half the margin to be inside the margin in
-five cases of six: (margin/2 - w/2) / (w/2/1.96) = 1.06 standard errors to spare."""
+"""Width w of an interval, relative to the margin, that shows a difference of half the margin to be
+inside the margin in five cases of six: (margin/2 - w/2) / (w/2/1.96) = 1.06 standard errors to
+spare."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class Sample:
     trials: Sequence[float]
     """Seconds per optimizer step of each trial: the median of its steps after warm-up."""
     blocks: Sequence[int] = ()
-    """Block of each trial: trials of one block ran next to each other in time. Empty if there were no blocks."""
+    """Block of each trial: trials of one block ran next to each other in time. Empty if there were
+    no blocks."""
 
     @cached_property
     def logs(self) -> Array:
@@ -77,17 +82,21 @@ class Interval:
     high: float | None = None
     """Ends of the 95 % interval; None with fewer than MIN_TRIALS trials."""
     p_different: float | None = None
-    """Two-sided p-value of the hypothesis that the ratio is 1: below 0.05 if and only if the interval excludes 1."""
+    """Two-sided p-value of the hypothesis that the ratio is 1: below 0.05 if and only if the
+    interval excludes 1."""
     p_same: float | None = None
-    """p-value of the hypothesis that the ratio is outside the margin: two one-sided tests (Schuirmann 1987)."""
+    """p-value of the hypothesis that the ratio is outside the margin: two one-sided tests
+    (Schuirmann 1987)."""
     num_trials: int
-    """Number of blocks if paired, else of trials of the cell with fewer; of several runs, their number."""
+    """Number of blocks if paired, else of trials of the cell with fewer; of several runs, their
+    number."""
     paired: bool
     runs: tuple[float, ...] = ()
-    """The ratio of each run, if there are several: all else is then of their mean. Empty for a single run."""
+    """The ratio of each run, if there are several: all else is then of their mean. Empty for a
+    single run."""
     next_low: float | None = None
     next_high: float | None = None
-    """Where the ratio of the next run falls in 95 of 100 cases; None with fewer than MIN_RUNS runs."""
+    """Where the next run's ratio falls in 95 of 100 cases; None with fewer than MIN_RUNS runs."""
 
     @property
     def reason(self) -> str:
@@ -198,9 +207,9 @@ def allowing_for_days(
 ) -> Interval:
     """A ratio of one run to another one, with what days differ by in its interval.
 
-    ``deviation`` is the standard deviation of the logarithm of one cell's step time over runs, known
-    with ``freedom`` degrees of freedom; those of the sum are Welch's. An interval that does not
-    exist stays so.
+    ``deviation`` is the standard deviation of the logarithm of one cell's step time over runs,
+    known with ``freedom`` degrees of freedom; those of the sum are Welch's. An interval that does
+    not exist stays so.
     """
     if interval.low is None or interval.high is None:
         return interval
@@ -295,13 +304,14 @@ def trials_to_show(interval: Interval) -> int:
     """About how many trials, or blocks, show a difference of 5 % with a power of 80 %.
 
     The normal approximation of a two-sided test at 5 %: n (z + z') ** 2 (s / log(1.05)) ** 2, s
-    being the standard error with n, from the width of the interval (Chow, Shao, Wang and Lokhnygina,
-    Sample Size Calculations in Clinical Research, section 3.1).
+    being the standard error with n, from the width of the interval (Chow, Shao, Wang and
+    Lokhnygina, Sample Size Calculations in Clinical Research, section 3.1).
     """
     n = interval.num_trials
     error = math.log1p(interval.width) / (2 * special.stdtrit(n - 1, (1 + LEVEL) / 2))
     scores = special.ndtri((1 + LEVEL) / 2) + special.ndtri(0.8)
     return math.ceil(n * float(scores * error / math.log1p(0.05)) ** 2)
+
 
 def required_trials(interval: Interval, precision: float = PRECISION) -> int:
     """How many more trials, or blocks, will make the interval narrower than the precision.

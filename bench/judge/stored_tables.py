@@ -13,14 +13,15 @@ from bench.files import open_regular
 from bench.formatting import plain, plural, size
 
 TABLE_BYTES = 256 * 2**20
-"""Largest table that is read: the file, its columns without their compression, and each column as texts."""
+"""Largest table that is read: the file, its columns without their compression, and each column as
+texts."""
 
 
 def read_table(path: Path, expected: pd.DataFrame) -> pd.DataFrame:
     """The columns of a parquet file that a table should have, if it has as many rows as the table.
 
-    Nothing is unpacked before its size is known, and texts that stand in a file once are not repeated for each row.
-    Raises InputError that names the file, without its folder.
+    Nothing is unpacked before its size is known, and texts that stand in a file once are not
+    repeated for each row. Raises InputError that names the file, without its folder.
     """
     try:
         with open_regular(path, TABLE_BYTES) as opened, parquet.ParquetFile(opened) as file:
@@ -55,8 +56,8 @@ def read_table(path: Path, expected: pd.DataFrame) -> pd.DataFrame:
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    is_string = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    return is_string or pa.types.is_dictionary(kind)
+    is_string: bool = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return is_string or bool(pa.types.is_dictionary(kind))
 
 
 def _require_small(path: Path, file: parquet.ParquetFile) -> None:

@@ -1,6 +1,7 @@
 """Builds the tables of a run from its journal: SI units, counts as ``num_``, failed trials too.
 
-Rows are typed, and keep their cells; frames of pandas, with the columns of ``bench.judge.columns``, are made of them.
+Rows are typed, and keep their cells; frames of pandas, with the columns of ``bench.judge.columns``,
+are made of them.
 """
 
 from __future__ import annotations

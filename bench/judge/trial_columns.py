@@ -1,6 +1,7 @@
 """The columns of the trials table, what a column is, and a typed row of that table.
 
-A column has a dtype, a unit and a meaning, says how a cell's value comes from its trials, and who shows it.
+A column has a dtype, a unit and a meaning, says how a cell's value comes from its trials, and who
+shows it.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Column:
     form: str = ""
     """Format specification for numbers in tables."""
     phrasing: tuple[str, ...] = ("{}",)
-    """Templates for a value in a title or sentence: the first for false and 0, the last for everything else."""
+    """Templates for a value in a title or sentence: the first for false and 0, the last for
+    everything else."""
 
     @property
     def is_number(self) -> bool:
@@ -394,7 +396,8 @@ class GateFacts:
     lossy: Lossy | None = None
     """What its backend declares to lose on purpose."""
     matmul_capacity: float | None = None
-    """FLOP/s of large matrix products on all ranks at once, measured in the run, had nobody else taken the CPUs."""
+    """FLOP/s of large matrix products on all ranks at once, measured in the run, had nobody else
+    taken the CPUs."""
     model_flops: float | None = None
     """Of a step on all ranks, as MFU counts them."""
     product_flops: float | None = None

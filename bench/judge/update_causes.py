@@ -9,10 +9,12 @@ from enum import StrEnum
 NEAR_ONE = 0.05
 """Distance from 1 below which a factor is written with more digits."""
 SAME_FACTOR = 0.05
-"""How near a scale must be to 1/N, N, 1/W or W to be called by that name. If several fit, all are named."""
+"""How near a scale must be to 1/N, N, 1/W or W to be called by that name. If several fit, all are
+named."""
 
 ROUNDED = 1e-2
-"""What rounding gradients to bf16 leaves unexplained is below this: 2.3e-3 was seen of one rounding on each rank."""
+"""What rounding gradients to bf16 leaves unexplained is below this: 2.3e-3 was seen of one rounding
+on each rank."""
 
 
 class Cause(StrEnum):
@@ -70,10 +72,10 @@ def explain_update(
 ) -> Explanation:
     """The likeliest cause of a wrong update, from how it relates to the right one.
 
-    ``scale`` is the least-squares factor between the two and ``residual`` what it leaves unexplained, of which as much
-    as ``rounding`` may be the precision's. With ``clip``, both were clipped: what is f times a gradient of norm g
-    should then be min(f g, c) / min(g, c) times the right update, c being the largest norm allowed, and the cause is
-    read off f.
+    ``scale`` is the least-squares factor between the two and ``residual`` what it leaves
+    unexplained, of which as much as ``rounding`` may be the precision's. With ``clip``, both were
+    clipped: what is f times a gradient of norm g should then be min(f g, c) / min(g, c) times the
+    right update, c being the largest norm allowed, and the cause is read off f.
     """
     if scale is None or residual is None:
         return Explanation("it is not finite")

@@ -2,13 +2,15 @@
 
 A verdict starts as ambiguous, and evidence upgrades it:
 
-- same: the whole 95 % interval of the ratio is inside the margin, and Holm's adjusted p-value of the equivalence is
-  below 5 %. It comes first, since a difference smaller than the margin does not matter to the reader.
-- faster, slower: the interval excludes 1, and Holm's adjusted p-value of the difference is below 5 %.
+- same: the whole 95 % interval of the ratio is inside the margin, and Holm's adjusted p-value of
+  the equivalence is below 5 %. It comes first, since a difference smaller than the margin does not
+  matter to the reader.
+- faster, slower: the interval excludes 1, and Holm's adjusted p-value of the difference is below
+  5 %.
 
-The A/A pair, the same cell twice, checks the instrument. If it is off, by more than the margin and with an interval
-that excludes 1, nothing is called faster, slower or the same. It is no noise term: the interval of a ratio has the
-noise of both cells already. docs/statistics.md has the error rates.
+The A/A pair, the same cell twice, checks the instrument. If it is off, by more than the margin and
+with an interval that excludes 1, nothing is called faster, slower or the same. It is no noise term:
+the interval of a ratio has the noise of both cells already. docs/statistics.md has the error rates.
 
 A verdict is on one run, or on the mean of several: ``Comparison.words`` says which.
 """
@@ -130,7 +132,8 @@ class Comparison:
     """What was found, the first part first."""
     p_different: float | None = None
     p_same: float | None = None
-    """After Holm's correction over the comparisons of the report that are judged; None if this one is not."""
+    """After Holm's correction over the comparisons of the report that are judged; None if this one
+    is not."""
 
     @property
     def detail(self) -> str:

@@ -1,4 +1,4 @@
-"""Formulas for DeepSpeed's ZeRO stages 2 and 3, with the options of ``bench.backends.zero_options``."""
+"""Formulas for DeepSpeed's ZeRO stages 2 and 3, with the options of ``zero_options``."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def zero(
 ) -> CallsAndHeld | None:
     """The formula of all backends with a DeepSpeed engine.
 
-    None for activation checkpointing where stage 3 gathers the modules of a block one by one: what it gathers during
-    the recomputation is not replayed.
+    None for activation checkpointing where stage 3 gathers the modules of a block one by one: what
+    it gathers during the recomputation is not replayed.
     """
     if stored := settings.get("zero_optimization"):
         options = validation.read(ZeroOptions, stored, "zero_optimization.")
@@ -62,8 +62,8 @@ def options_of(backend: type[ZeroBackend], cell: Cell, layout: Layout) -> ZeroOp
 def buckets(layout: Layout, order: Iterable[int], size: int) -> list[list[int]]:
     """The parameters of each bucket: one that does not fit closes the bucket and starts the next.
 
-    deepspeed/runtime/zero/stage_1_and_2.py and stage3.py, both reduce_independent_p_g_buckets_and_remove_grads. A
-    parameter larger than a bucket gets its own.
+    deepspeed/runtime/zero/stage_1_and_2.py and stage3.py, both
+    reduce_independent_p_g_buckets_and_remove_grads. A parameter larger than a bucket gets its own.
     """
     found: list[list[int]] = []
     filled = 0
@@ -132,9 +132,10 @@ def stage2_reductions(layout: Layout, world_size: int, sync: Sync, size: int) ->
 def stage2(sync: Sync, cell: Cell, layout: Layout, options: ZeroOptions) -> Iterator[Call]:
     """All-reduces of the buckets in fp32, of the norm and, in bf16, of the overflow flag; a gather.
 
-    stage_1_and_2.py: average_tensor (never a reduce-scatter, whatever the option ``reduce_scatter`` is), has_overflow
-    (``check_grad_overflow`` is on for bf16), get_grad_norm_direct; runtime/utils.py:all_gather_into_tensor_dp_groups
-    (``allgather_bucket_size`` is not used, and nothing is gathered at W = 1).
+    stage_1_and_2.py: average_tensor (never a reduce-scatter, whatever the option ``reduce_scatter``
+    is), has_overflow (``check_grad_overflow`` is on for bf16), get_grad_norm_direct;
+    runtime/utils.py:all_gather_into_tensor_dp_groups (``allgather_bucket_size`` is not used, and
+    nothing is gathered at W = 1).
     """
     for numel in stage2_reductions(layout, cell.world_size, sync, options.reduce_bucket_size):
         yield "all_reduce", "float32", numel, num_reductions(sync, cell)
@@ -183,7 +184,8 @@ def num_sub_groups(layout: Layout, world_size: int) -> int:
 
     The parameter that fills a group closes it.
 
-    stage3.py:_create_fp16_sub_groups; sizes are those of a rank's partitions, not of whole parameters.
+    stage3.py:_create_fp16_sub_groups; sizes are those of a rank's partitions, not of whole
+    parameters.
     """
     groups, filled = 0, 0
     for p in layout.parameters:
@@ -196,12 +198,13 @@ def num_sub_groups(layout: Layout, world_size: int) -> int:
 def held(sync: Sync, cell: Cell, layout: Layout, rank: int, options: ZeroOptions) -> dict[str, int]:
     """Parameters in the compute dtype, fp32 master weights, and gradients as the stage keeps them.
 
-    Stage 2: every rank has the full flat parameters and a partition of the master weights. The gradient is one
-    partition in bf16 (_use_compact_grad_partition_buffer), in fp32 every parameter that overlaps the partition, in full
-    (copy_grads_in_partition), and under deferred sync the full gradient, in ``parameter.grad``. Stage 3: parameters and
-    master weights are partitions; a partition of the gradient is permanent (``grad_partitions_flat_buffer``), and
-    deferred sync adds the full gradient. Parameters below the persistence threshold stay gathered. The reduction buffer
-    is permanent too (stage3.py:__init__); stage 2 frees its own after every backward.
+    Stage 2: every rank has the full flat parameters and a partition of the master weights. The
+    gradient is one partition in bf16 (_use_compact_grad_partition_buffer), in fp32 every parameter
+    that overlaps the partition, in full (copy_grads_in_partition), and under deferred sync the full
+    gradient, in ``parameter.grad``. Stage 3: parameters and master weights are partitions; a
+    partition of the gradient is permanent (``grad_partitions_flat_buffer``), and deferred sync adds
+    the full gradient. Parameters below the persistence threshold stay gathered. The reduction
+    buffer is permanent too (stage3.py:__init__); stage 2 frees its own after every backward.
     """
     world_size, bf16 = cell.world_size, cell.precision is Precision.BF16
     element = ELEMENT_BYTES[cell.precision]
