@@ -34,7 +34,7 @@ from bench.judge import run_spread
 from bench.judge.baseline import baseline_of
 from bench.judge.loading import Run, load
 from bench.judge.pool import load_pool
-from bench.judge.statistics import MARGIN, MIN_RUNS, Array, Interval, LogMean
+from bench.judge.statistics import MARGIN, MIN_RUNS, Array, Interval, LogMean, wider, within_runs
 from bench.judge.verdicts import ALPHA, Comparison, Verdict, judge_all
 from bench.plan.cell import Status
 from bench.run.journal import JOURNAL, MANIFEST
@@ -235,14 +235,17 @@ def rates(sets: Sequence[RunSet], runs: int, way: str, pools: int) -> dict[str, 
 def _intervals(runs: Sequence[Array]) -> list[Interval]:
     """Of each comparison: of one run as the bench has it, of several over them."""
     centres = np.array([run.mean(axis=0) for run in runs])
-    found = LogMean.of(runs[0].T if len(runs) == 1 else centres.T)
-    following = replace(found, error=found.error * math.sqrt(len(runs) + 1))
+    every = [LogMean.of(runs[0].T if len(runs) == 1 else centres.T)]
+    if len(runs) > 1:  # as in ``over_runs``
+        errors = np.array([LogMean.of(run.T).error for run in runs])
+        freedom = np.array([len(run) - 1 for run in runs])
+        every.append(within_runs(every[0].centre, errors, freedom, len(runs)))
     columns = (
-        found.centre,
-        *found.interval(),
-        found.p_different(),
-        found.p_same(MARGIN),
-        *following.interval(),
+        every[0].centre,
+        *wider(every),
+        np.max([found.p_different() for found in every], axis=0),
+        np.max([found.p_same(MARGIN) for found in every], axis=0),
+        *wider([found.of_next(len(runs)) for found in every]),
     )
     intervals = []
     for number, (centre, low, high, p_different, p_same, next_low, next_high) in enumerate(

@@ -11,7 +11,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,9 @@ class Interval:
     """Where the next run falls."""
     runs: tuple[float, ...] = ()
     """The centre in each of several runs."""
+    error: float = math.nan
+    """The standard error of the centre in one run."""
+    num_values: int = 0
 
 
 @cache
@@ -56,17 +59,41 @@ def interval(values: tuple[float, ...], least: int = LEAST_TRIALS) -> Interval:
         return Interval(centre)
     found = stats.ttest_1samp(values, 0.0)
     ends = found.confidence_interval(0.95)
-    return Interval(centre, float(ends.low), float(ends.high), float(found.pvalue))
+    error = float(stats.sem(values))
+    return Interval(
+        centre, float(ends.low), float(ends.high), float(found.pvalue), error=error, num_values=n
+    )
 
 
-def over_runs(values: tuple[float, ...]) -> Interval:
-    """Of the mean over runs and of the next run: m +- t s sqrt(1 + 1 / k)."""
-    of_mean, k = interval(values, LEAST_RUNS), len(values)
+def over_runs(alone: list[Interval]) -> Interval:
+    """Of the mean over runs, m +- t s / sqrt(k), and of the next run, m +- t s sqrt(1 + 1 / k).
+
+    s is the standard deviation of the runs, or the root mean square of their own errors, whichever
+    makes the interval wider.
+    """
+    centres = tuple(each.centre for each in alone)
+    k, centre = len(centres), float(np.mean(centres))
     if k < LEAST_RUNS:
-        return replace(of_mean, runs=values)
-    reach = float(stats.t.ppf(0.975, k - 1)) * float(np.std(values, ddof=1)) * math.sqrt(1 + 1 / k)
-    return replace(
-        of_mean, next_low=of_mean.centre - reach, next_high=of_mean.centre + reach, runs=values
+        return Interval(centre, runs=centres)
+    spreads = [(float(np.std(centres, ddof=1)), k - 1.0)]
+    known = [each for each in alone if each.num_values]
+    if known:
+        squares = [each.error**2 for each in known]
+        fourth = sum(each.error**4 / (each.num_values - 1) for each in known)
+        spreads.append((math.sqrt(float(np.mean(squares))), sum(squares) ** 2 / fourth))
+    reach = max(float(stats.t.ppf(0.975, freedom)) * s for s, freedom in spreads)
+    p = max(
+        2 * float(stats.t.sf(abs(centre) * math.sqrt(k) / s, freedom)) for s, freedom in spreads
+    )
+    of_mean, of_next = reach / math.sqrt(k), reach * math.sqrt(1 + 1 / k)
+    return Interval(
+        centre,
+        centre - of_mean,
+        centre + of_mean,
+        p,
+        next_low=centre - of_next,
+        next_high=centre + of_next,
+        runs=centres,
     )
 
 
@@ -114,7 +141,7 @@ class Run:
         alone = interval(tuple(self.times(cell).values()))
         if not self.others:
             return alone
-        return over_runs((alone.centre, *(run.time(cell).centre for run in self.others)))
+        return over_runs([alone, *(run.time(cell) for run in self.others)])
 
     def first(self, cell: Cell, key: str) -> Any:
         """What only one trial of each cell measures."""
@@ -157,7 +184,7 @@ class Run:
         alone = interval(tuple(ours[block] - theirs[block] for block in ours if block in theirs))
         if not self.others:
             return alone
-        return over_runs((alone.centre, *(run.ratio(cell, base).centre for run in self.others)))
+        return over_runs([alone, *(run.ratio(cell, base) for run in self.others)])
 
     @cached_property
     def control(self) -> Interval:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from bench.judge.statistics import MIN_TRIALS, Array, LogMean, over_runs
+from bench.judge.statistics import MIN_TRIALS, Array, Interval, LogMean, over_runs
 from bench.plan.cell import Status
 
 NAME = "geometric mean"
@@ -44,7 +44,15 @@ def estimate(medians: Sequence[float] | Array) -> Estimate:
 
 def estimate_over_runs(runs: Sequence[Sequence[float]]) -> Estimate:
     """The estimate from the trials of several runs, each of which counts once."""
-    found = over_runs([estimate(trials).seconds for trials in runs])
+    alone: list[Interval] = []
+    for trials in runs:
+        of_run, n = estimate(trials), len(trials)
+        alone.append(
+            Interval(
+                ratio=of_run.seconds, low=of_run.low, high=of_run.high, num_trials=n, paired=False
+            )
+        )
+    found = over_runs(alone)
     return Estimate(found.ratio, found.low, found.high)
 
 

@@ -169,21 +169,64 @@ def interval_of(found: LogMean, margin: float, n: int, *, paired: bool) -> Inter
     )
 
 
-def over_runs(ratios: Sequence[float], margin: float = MARGIN) -> Interval:
+def over_runs(alone: Sequence[Interval], margin: float = MARGIN) -> Interval:
     """The ratio over several runs, from that of each, and where the next run falls.
 
     It is their geometric mean. With k runs, whose logarithms have the mean m and the standard
     deviation s, the mean's interval is exp(m +- t s / sqrt k), the next run's
-    exp(m +- t s sqrt(1 + 1 / k)), t being Student's with k - 1 degrees of freedom. The noise within
-    each run is in s.
+    exp(m +- t s sqrt(1 + 1 / k)), t being Student's with k - 1 degrees of freedom.
+
+    What runs differ by contains the noise within each, but of a few runs s can be smaller than that
+    noise by chance. So intervals are at least as wide, and p-values at least as large, as the noise
+    within the runs makes them: the same formulas with the root mean square of the runs' standard
+    errors for s, and Welch's degrees of freedom (``within_runs``). Random-effects models have the
+    same bound: their variance between runs is at least 0 (DerSimonian and Laird, "Meta-analysis in
+    clinical trials", 1986).
     """
-    logs, k = np.log(np.asarray(ratios, dtype=float)), len(ratios)
+    ratios, k = tuple(each.ratio for each in alone), len(alone)
+    logs = np.log(np.asarray(ratios))
     if k < MIN_RUNS:
-        return Interval(ratio=math.exp(logs.mean()), num_trials=k, paired=True, runs=tuple(ratios))
-    found = LogMean.of(logs)
-    low, high = replace(found, error=found.error * math.sqrt(k + 1)).interval()
-    interval = interval_of(found, margin, k, paired=True)
-    return replace(interval, runs=tuple(ratios), next_low=math.exp(low), next_high=math.exp(high))
+        return Interval(ratio=math.exp(logs.mean()), num_trials=k, paired=True, runs=ratios)
+    every = [LogMean.of(logs)]
+    known = [each for each in alone if each.low is not None]
+    if known:
+        errors = np.array([standard_error(each) for each in known])
+        freedom = np.array([each.num_trials - 1 for each in known])
+        every.append(within_runs(every[0].centre, errors, freedom, k))
+    low, high = wider(every)
+    next_low, next_high = wider([found.of_next(k) for found in every])
+    return Interval(
+        ratio=math.exp(logs.mean()),
+        low=math.exp(low),
+        high=math.exp(high),
+        p_different=max(float(found.p_different()) for found in every),
+        p_same=max(float(found.p_same(margin)) for found in every),
+        num_trials=k,
+        paired=True,
+        runs=ratios,
+        next_low=math.exp(next_low),
+        next_high=math.exp(next_high),
+    )
+
+
+def within_runs(centre: Array, errors: Array, freedom: Array, k: int) -> LogMean:
+    """A mean over k runs, as far as the noise within them decides.
+
+    ``errors`` are their standard errors and ``freedom`` the degrees of freedom of these, of some of
+    the runs along the first axis.
+    """
+    squares = errors**2
+    error = np.sqrt(squares.mean(axis=0) / k)
+    weights = (squares**2).T / freedom
+    welch = squares.sum(axis=0) ** 2 / np.maximum(weights.sum(axis=-1), np.finfo(float).tiny)
+    least = np.finfo(float).tiny
+    return LogMean(centre, np.maximum(error, least), np.maximum(welch, 1.0))
+
+
+def wider(every: Sequence[LogMean]) -> tuple[Array, Array]:
+    """The ends that contain the intervals of all these means."""
+    ends = np.array([found.interval() for found in every])
+    return ends[:, 0].min(axis=0), ends[:, 1].max(axis=0)
 
 
 def between_days(a: Sequence[float], b: Sequence[float], margin: float = MARGIN) -> Interval | None:
@@ -214,14 +257,21 @@ def allowing_for_days(
     if interval.low is None or interval.high is None:
         return interval
     n = interval.num_trials
-    within = math.log(interval.high / interval.low) / (2 * special.stdtrit(n - 1, (1 + LEVEL) / 2))
-    of_run, of_days = within**2, 2 * deviation**2
+    of_run, of_days = standard_error(interval) ** 2, 2 * deviation**2
     variance = of_run + of_days
     welch = variance**2 / (of_run**2 / (n - 1) + of_days**2 / freedom)
     found = LogMean(
         np.asarray(math.log(interval.ratio)), np.asarray(math.sqrt(variance)), np.asarray(welch)
     )
     return interval_of(found, margin, n, paired=interval.paired)
+
+
+def standard_error(interval: Interval) -> float:
+    """That of the logarithm of a ratio in one run. Raises ValueError if the ratio has no interval."""
+    if interval.low is None or interval.high is None:
+        raise ValueError("a ratio without an interval has no known error")
+    reach = float(special.stdtrit(interval.num_trials - 1, (1 + LEVEL) / 2))
+    return math.log(interval.high / interval.low) / (2 * reach)
 
 
 def too_few(n: int, what: str = "trial", which: str = "", least: int = MIN_TRIALS) -> str:
@@ -261,6 +311,10 @@ class LogMean:
         """Ends of the 95 % interval."""
         reach = self.error * special.stdtrit(self.freedom, (1 + LEVEL) / 2)
         return self.centre - reach, self.centre + reach
+
+    def of_next(self, k: int) -> LogMean:
+        """Where the next run falls, if this is the mean over k runs."""
+        return replace(self, error=self.error * math.sqrt(k + 1))
 
     def p_different(self) -> Array:
         """Two-sided p-value of the hypothesis that the centre is 0.

@@ -234,7 +234,7 @@ def over_all(ratios: Sequence[Interval], margin: float = MARGIN) -> Interval:
     """The ratio of the only run, or over several from that of each."""
     if len(ratios) == 1:
         return ratios[0]
-    return over_runs([each.ratio for each in ratios], margin)
+    return over_runs(ratios, margin)
 
 
 class Obstacle(NamedTuple):
