@@ -95,7 +95,7 @@ class InterimAnalysis:
         return asdict(self)
 
 
-def block(cells: Sequence[Cell], repeat: int, seed: int) -> list[Trial]:
+def block(cells: Sequence[Cell], repeat: int, seed: str) -> list[Trial]:
     """One trial of each cell, references first, the others in a seeded shuffle that every second block reverses.
 
     With the order A B C, C B A, a drift that is linear in time affects all cells of two blocks
@@ -132,12 +132,17 @@ class Schedule:
         *,
         once: Collection[str] = (),
         looks: Sequence[InterimAnalysis] = (),
+        begun: str = "",
     ) -> None:
-        """``once`` are the ids of the cells with a single trial; ``looks`` those of a run that goes on."""
+        """``once`` are the ids of the cells with a single trial; ``looks`` those of a run that goes on.
+
+        ``begun``, when the run began, makes its order differ from that of other runs of the same
+        seed: what the trial before does to a cell then averages out over a pool of runs.
+        """
         self.cells = list(cells)
         self.repeats = settings.repeats
         self.max_repeats = max(settings.repeats, settings.max_repeats)
-        self.seed = settings.training.seed
+        self.seed = f"{settings.training.seed}/{begun}"
         self._once = {*once, *(cell.cell_id for cell in self.cells if not cell.world.computes)}
         """Ids of cells with a single trial; those on fake tensors give the same result every time."""
         self.looks = list(looks)

@@ -59,9 +59,9 @@ def test_simulated_pools_are_judged_as_the_bench_judges(sets: list[pools.RunSet]
             "runs",
         ):
             assert getattr(interval, name) == pytest.approx(getattr(known, name)), name
-    (alone, *_) = pools._intervals(runs[:1])
+    (of_one, *_) = pools._intervals(runs[:1])
     of_first = interval_of(LogMean.of(runs[0][:, 0]), MARGIN, len(runs[0]), paired=True)
-    assert (alone.low, alone.high) == (pytest.approx(of_first.low), pytest.approx(of_first.high))
+    assert (of_one.low, of_one.high) == (pytest.approx(of_first.low), pytest.approx(of_first.high))
 
 
 def test_three_runs_hold_on_another_day_and_one_does_not(sets: list[pools.RunSet]) -> None:
