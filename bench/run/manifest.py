@@ -189,9 +189,8 @@ class Manifest:
 
     def schedule(self) -> Schedule:
         """The blocks of the run. Raises InputError if they have too many trials."""
-        return Schedule(
-            self.cells, self.settings, once=self.once, looks=self.looks, begun=self.started
-        )
+        begun = f"{self.run_id} {self.started}"
+        return Schedule(self.cells, self.settings, once=self.once, looks=self.looks, begun=begun)
 
     def rates(self, world_size: int, num_nodes: int) -> MeasuredRates | None:
         """The rates of so many ranks on so many nodes; None if they were not measured."""
