@@ -136,8 +136,8 @@ class Schedule:
     ) -> None:
         """``once`` are the ids of the cells with a single trial; ``looks`` those of a run that goes on.
 
-        ``begun``, which run it is and when it began, makes its order differ from that of other runs of the same
-        seed: what the trial before does to a cell then averages out over a pool of runs.
+        ``begun``, which run it is and when it began, makes its order differ from that of other
+        runs of the same seed: what the trial before does to a cell then averages out over a pool.
         """
         self.cells = list(cells)
         self.repeats = settings.repeats
