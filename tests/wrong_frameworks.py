@@ -154,9 +154,12 @@ class TrainerCountsPerRank(Misuse, HuggingFaceDDP):
 
 
 class ReplicasNotReduced(Misuse, HSDPDeferredAllReduce):
-    """The all-reduce across replicas is turned off for all but the last micro-batch, and never on again."""
+    """The all-reduce across replicas is turned off for all but the last micro-batch, and never on again.
 
-    name, found_by = "hsdp-replicas-not-reduced", Gate.RANKS
+    FSDP2 then keeps the sums of its reduce-scatters to itself, so that no parameter gets a gradient.
+    """
+
+    name, found_by = "hsdp-replicas-not-reduced", Gate.UPDATE
 
     def continue_training(self, job: Job) -> None:
         keep_off(self.model, "set_requires_all_reduce")
