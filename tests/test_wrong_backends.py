@@ -16,6 +16,7 @@ from bench.run.state_check import read_truths
 from bench.run.trial_record import merge_ranks, wrong
 from tests.factories import make_cell, make_manifest, make_record, make_tables
 from tests.wrong_backends import KINDS, Trials, reference_file
+from tests.wrong_frameworks import MISUSES
 
 pytestmark = pytest.mark.torch
 CHOSEN = (
@@ -98,6 +99,32 @@ def test_a_defect_is_found_by_its_gate_and_a_sound_loop_is_not_accused(
 ) -> None:
     kind = KINDS[name]
     status, failed, reason = found[name, precision]
+    if kind.found_by is None:
+        assert (status, reason) == ("ok", "")
+        return
+    assert status == "invalid", f"{name} passed"
+    assert kind.found_by in failed.split(","), f"{failed}: {reason}"
+    assert kind.words in reason
+
+
+@pytest.fixture(scope="module")
+def misused(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The verdicts on frameworks that are used wrongly, and rightly in another way, in both precisions."""
+    cells = []
+    for name, kind in MISUSES.items():
+        for precision in Precision:
+            cells.append(cell_of(name, precision=precision, replicate=kind.replicate))
+    return judged(launcher, tmp_path_factory.mktemp("references"), cells)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("name", MISUSES)
+def test_a_framework_used_wrongly_is_found_and_used_rightly_is_not(
+    misused: Any, name: str, precision: Precision
+) -> None:
+    kind = MISUSES[name]
+    status, failed, reason = misused[name, precision]
     if kind.found_by is None:
         assert (status, reason) == ("ok", "")
         return

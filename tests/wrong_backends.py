@@ -662,6 +662,17 @@ def reference_file(folder: str, cell: Cell) -> Path:
     return Path(folder) / f"{cell.reference().cell_id}.safetensors"
 
 
+def kind_of(name: str) -> type[Backend]:
+    """The backend with this name: a loop of this module, a framework used in another way, or a built-in one."""
+    from tests.wrong_frameworks import MISUSES
+
+    if name in KINDS:
+        return KINDS[name]
+    if name in MISUSES:
+        return MISUSES[name]
+    return registry([name])[name]
+
+
 def run(task: Trials, rank: int, device: torch.device) -> dict[str, Any]:
     """One rank's part: its result for each cell, or None."""
     found: list[dict[str, Any] | None] = []
@@ -673,7 +684,7 @@ def run(task: Trials, rank: int, device: torch.device) -> dict[str, Any]:
             folder=task.folder,
             reference=str(reference_file(task.references, cell)),
         )
-        kind = KINDS.get(cell.backend) or registry([cell.backend])[cell.backend]
+        kind = kind_of(cell.backend)
         mine: dict[str, Any] | None = None
         if rank < cell.world_size:
             mine = RankTrial(spec, rank, device, kind).run()

@@ -31,6 +31,9 @@ def read_table(path: Path, expected: pd.DataFrame) -> pd.DataFrame:
                 raise InputError(f"{path.name}: {words}")
             _require_small(path, file)
             names = [name for name in expected.columns if name in file.schema_arrow.names]
+            for name in names:
+                if pa.types.is_nested(file.schema_arrow.field(name).type):
+                    raise InputError(f"{path.name}: {name} has several values in a row")
             texts = [name for name in names if _is_text(file.schema_arrow.field(name).type)]
         with open_regular(path, TABLE_BYTES) as opened:
             table = parquet.read_table(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import page
+from tests.faults.attacks import note_attacks
 from tests.faults.form import FORM
 
 
@@ -37,4 +38,5 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     out: Path | None = session.config.getoption("--reliability")
     if out is not None:
+        note_attacks(FORM.outcomes)
         page.write(out, FORM.facts, FORM.outcomes)

@@ -59,6 +59,13 @@ SECTIONS = {
         "torch.compile's caches, which hold pickled graphs, are off.",
         ("of", "inputs"),
     ),
+    "attacks": (
+        "## Attacks that were tried\n\n"
+        "What a stranger's folder, a stranger on the network, or an accident can do, what came of it in version 1.1.0, "
+        "and what has to come of it now. The last column counts the tests that passed. "
+        "[SECURITY.md](../SECURITY.md) says what is promised and what is not.",
+        ("what is tried", "in 1.1.0", "now", "tests"),
+    ),
     "null": (
         "## What the bench costs\n\n"
         "The runner's own time is the time between two lines of the journal without the trial itself, which lasts from "
@@ -114,6 +121,7 @@ def write(page: Path, facts: Facts, outcomes: Mapping[str, str]) -> None:
 def expected_rows() -> list[tuple[str, str]]:
     """Section and name of every row of a complete page."""
     from bench.commands import COMMANDS
+    from tests.faults.attacks import ATTACKS
     from tests.faults.test_faults import CASES
     from tests.faults.test_fuzz import PARSED, READERS, spelled
     from tests.faults.test_kills import REAL, SCRIPTED, SIGNALS
@@ -129,6 +137,7 @@ def expected_rows() -> list[tuple[str, str]]:
             ROW,
             *(f"arguments of {command}" for command in chain(*COMMANDS.values())),
         ],
+        "attacks": [attack.what for attack in ATTACKS],
         "null": ["scripted", "real"],
     }
     return [(section, name) for section, rows in names.items() for name in rows]

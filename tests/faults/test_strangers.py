@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -14,7 +15,11 @@ from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from bench import cli
 from bench.backends.base import registry
@@ -32,6 +37,7 @@ from bench.run.journal import JOURNAL, MANIFEST, Journal, encode, run_sha256, wr
 from bench.run.manifest import parse_manifest
 from tests.conftest import ROOT
 from tests.factories import make_cell, make_manifest, make_record
+from tests.faults.test_fuzz import limited
 
 CELLS = [make_cell(backend=name) for name in ("reference", "ddp-eager")]
 
@@ -416,3 +422,47 @@ def test_rates_that_nothing_reaches_are_named(tmp_path: Path, rates: dict[str, A
     folder = write_run(tmp_path / "run", records(), matmul=[{"world_size": 2, **rates}])
     with pytest.raises(InputError, match=r"run\.json: matmul\[0\]"):
         check(folder)
+
+
+def bomb(path: Path, expected: pd.DataFrame, kind: str) -> None:
+    """A small file that is a table of far more bytes: many rows, one long list, or one text in each row."""
+    match kind:
+        case "rows":
+            zeros = pa.array(np.zeros(1_000_000, np.int8))
+            table = pa.table({"repeat": pa.chunked_array([zeros] * 800)})
+        case "text":
+            table = pa.table({"reason": pa.array(["a" * 200_000_000] * len(expected))})
+        case _:
+            values = pa.array(np.zeros(400_000_000, np.int8))
+            ends = [0, *[len(values)] * len(expected)]
+            table = pa.table(
+                {"repeat": pa.ListArray.from_arrays(pa.array(ends, pa.int32()), values)}
+            )
+    parquet.write_table(table, path, compression="zstd")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rows", "text", "lists"])
+def test_a_table_that_would_fill_the_memory_is_not_unpacked(tmp_path: Path, kind: str) -> None:
+    folder = write_run(tmp_path / "run", records())
+    tables = load(folder).tables
+    tables.write(folder)
+    path = folder / "trials.parquet"
+    bomb(path, tables.trials, kind)
+    assert path.stat().st_size < 64 * 2**20
+    with limited(2**30):
+        found = [finding.text for finding in check(folder) if finding.topic == "tables"]
+    told = [text for text in found if text.startswith("trials.parquet: ")]
+    assert len(told) == 1 and "cannot be read" not in told[0], found
+
+
+@pytest.mark.slow
+def test_a_journal_of_very_many_trials_is_answered_in_time(tmp_path: Path) -> None:
+    lines = records()
+    last = lines[-1]
+    more = [last | {"repeat": 2 + number, "slot": len(lines) + number} for number in range(20_000)]
+    folder = write_run(tmp_path / "run", [*lines, *more])
+    began = time.monotonic()
+    with contextlib.suppress(InputError):
+        list(check(folder))
+    assert time.monotonic() - began < 30
