@@ -276,10 +276,10 @@ def _ratio(interval: list[float]) -> str:
 
 INTRODUCTION = """\
 `python -m bench audit -- torchrun --nproc-per-node 2 train.py ...` runs a training command unchanged, and says which
-weight each micro-batch of each rank has in each update. It adds no communication, and the losses of seven scripts, one
-of each framework among them, are the same bit for bit with it. `--expect N` says how many micro-batches an update
-should have, `--updates K` how many updates of each optimizer are sampled (8 by default), and `--json` prints the
-verdict as data.
+weight each micro-batch of each rank has in each update. It adds no communication. Seven scripts (plain, DDP, FSDP2,
+DeepSpeed, Accelerate, Lightning, HF Trainer) have the same losses bit for bit with it. `--expect N` says how many
+micro-batches an update should have, `--updates K` how many updates of each optimizer are sampled (8 by default), and
+`--json` prints the verdict as data.
 
 | verdict | exit status | what it says |
 | --- | --- | --- |
