@@ -24,12 +24,14 @@ PACKAGES = {
 }
 INTRODUCTION = """# Known-bad versions
 
-Versions of frameworks that accumulate gradients otherwise than their settings say. Each was measured here on the \
+Versions of frameworks that accumulate gradients otherwise than their settings say. Each defect was measured on the \
 CPU over gloo with a small program that needs nothing of the bench: its *reproducer*. `python -m bench doctor` and \
 `lint` compare what is installed with this list, and `audit` what a training uses.
 
-An update is **silently wrong** where nothing but its size tells. Where a range ends at a version that was not \
-measured, its source was read. Written by `python -m studies.known_bad_page` from \
+**Silently wrong** means that training goes on without an error while an update is not the full batch of its window, \
+the rule of [semantics](semantics.md). A range begins at the oldest bad version that was measured. It ends where a \
+version was measured to be right or its source was read; `<=`, and `<2.14` of torch, end at the newest version that \
+was measured, and later ones may be bad too. Written by `python -m studies.known_bad_page` from \
 [advisories.toml](../bench/audit/advisories.toml), which has each cause, and each measured version with its result \
 and date; `nox -s versions -- --weights deepspeed==0.18.9` measures a version again.
 """
@@ -38,24 +40,33 @@ LEVELS = {"error": "silently wrong", "warning": "stops or misinforms", "note": "
 
 
 def page(advisories: Sequence[Advisory]) -> str:
-    """A table of each package."""
+    """A table of each package, below the conditions that all its rows have."""
     lines = [INTRODUCTION]
     for package, name in PACKAGES.items():
-        rows = [entry(advisory) for advisory in advisories if advisory.package == package]
-        lines += [f"## {name}", "", *markdown_table(COLUMNS, rows)]
+        own = [advisory for advisory in advisories if advisory.package == package]
+        shared = dict(own[0].condition)
+        for advisory in own:
+            shared = {key: shared[key] for key in shared if advisory.condition.get(key) == shared[key]}
+        lines += [f"## {name}", ""]
+        if shared and len(own) > 1:
+            lines += [f"In all rows: {conditions(shared)}.", ""]
+        else:
+            shared = {}
+        lines += markdown_table(COLUMNS, [entry(advisory, shared) for advisory in own])
     return "\n".join(lines)
 
 
-def entry(advisory: Advisory) -> list[str]:
-    """What is known of one defect, in the order of ``COLUMNS``."""
+def entry(advisory: Advisory, shared: Mapping[str, Wanted]) -> list[str]:
+    """What is known of one defect, in the order of ``COLUMNS``, without the conditions that all rows share."""
     found = versions(advisory.affected)
     for name, needed in advisory.beside.items():
         found += f" with {PACKAGES[name]} {versions(needed)}"
     defect = f"**{LEVELS[advisory.level]}**: {advisory.title}; {advisory.effect}"
+    own = {key: wanted for key, wanted in advisory.condition.items() if key not in shared}
     return [
         f'<a id="{advisory.id}"></a>{found}',
         defect,
-        conditions(advisory.condition),
+        conditions(own),
         advisory.remedy,
         ", ".join(links(advisory)),
     ]
@@ -97,16 +108,15 @@ def conditions(condition: Mapping[str, Wanted]) -> str:
 
 
 def wish(wanted: Wanted) -> str:
-    words = []
-    if wanted.values:
-        words.append(" or ".join(str(value).lower() for value in wanted.values))
+    words = list(dict.fromkeys(str(value).lower() for value in wanted.values))
     if wanted.least is not None:
-        words.append(f"at least {wanted.least:g}")
+        words.append(f">= {wanted.least:g}")
     if wanted.present:
         words.append("set")
     if wanted.unset:
         words.append("not set")
-    return " or ".join(words)
+    *others, last = words
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def report(advisory: Advisory, words: Mapping[str, str]) -> str:
