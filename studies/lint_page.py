@@ -268,14 +268,12 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
             *markdown_table(
                 ("repositories", "number", "files", "with findings", "right"), sets, range(1, 5)
             ),
-            "",
             "Rules were changed until they were right in the first set, so the second set is the test. "
             f"{_bound(data, judged, fresh)}[Each repository](../{REPOSITORIES}) has its commit and its findings.",
             "",
             "## By rule",
             "",
             *markdown_table(("rule", "title", "right", "why"), rows, [2]),
-            "",
             "Notes, which are not judged: "
             + ", ".join(f"{rule} {number}" for rule, number in sorted(notes.items()))
             + ".",
