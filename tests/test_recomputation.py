@@ -227,15 +227,16 @@ def held(record: dict[str, Any], use: str) -> int:
 
 
 def sent(record: dict[str, Any]) -> str:
-    """Calls, operations and MiB, as the page has them."""
+    """Calls, operations and MiB, as the page has them: those of at least 0.05 MiB."""
     texts = []
     for row in sorted(
         record["collectives"], key=lambda row: (row["op"], row["dtype"], row["group"])
     ):
+        if row["payload_bytes"] < 0.05 * MIB:
+            continue
         dtype = "" if row["dtype"] == "float32" else f" of {row['dtype']}"
         ranks = "" if row["group"] == "world" else f" ({row['group']})"
-        size = f"{row['payload_bytes'] / MIB:.1f}" if row["payload_bytes"] >= 0.05 * MIB else "<0.1"
-        texts.append(f"{row['calls']} {row['op']}{dtype}{ranks} {size}")
+        texts.append(f"{row['calls']} {row['op']}{dtype}{ranks} {row['payload_bytes'] / MIB:.1f}")
     return "<br>".join(texts)
 
 
