@@ -63,14 +63,14 @@ def page(records: Iterable[TrialRecord]) -> str:
     lines = [
         "# Settings",
         "",
-        "Settings that differ from each framework's default, what of it is patched, and what its maintainers could",
-        "object to. Written by `python -m studies.settings RUN` from what the trials of a run have recorded.",
+        "Settings that differ from a framework's default, what of it is patched, and what its maintainers could object",
+        "to. Written by `python -m studies.settings RUN` from what the trials of a run have recorded.",
         "",
-        "ZeRO backends are like for like: the bucket of stage 2 is DDP's, and stage 3 gathers one block at a time, as",
-        "FSDP2. `deepspeed-zero2-defaults-eager` and `deepspeed-zero3-defaults-eager` have DeepSpeed's own sizes.",
+        "ZeRO's sizes are like for like: the bucket of stage 2 is DDP's, and stage 3 gathers one block at a time, as",
+        "FSDP2. `deepspeed-zero2-defaults-eager` and `deepspeed-zero3-defaults-eager` have DeepSpeed's own.",
         "",
-        "Objections are answered by ratios of step times at N = 4 on two ranks over gloo, with 95 %",
-        f"intervals, all from one run of `python -m studies.objections` ({measured['about']}).",
+        "Objections are answered by ratios of step times, with 95 % intervals, at N = 4 on two ranks over gloo, all from",
+        f"one run of `python -m studies.objections` ({measured['about']}).",
         "",
     ]
     for framework in about:
@@ -93,7 +93,7 @@ def page(records: Iterable[TrialRecord]) -> str:
         lines += [
             f"## {framework['title']}",
             "",
-            f"Documentation: <{framework['documentation']}>",
+            f"[Documentation]({framework['documentation']})",
             "",
         ]
         lines += markdown_table(HEADER, rows)
