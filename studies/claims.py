@@ -53,7 +53,7 @@ def page(m: Measured) -> str:
         for row in claims:
             verdict, text = answer(row, m)
             sources = ", ".join(f"[source]({url})" for url in row["source"])
-            claim = f"{row['claim']} ({sources})" if sources else row["claim"]
+            claim = f"{row['claim']} ({sources or 'no source'})"
             assert len(text.split()) <= MOST_WORDS, f"{row['judge']}: {len(text.split())} words"
             rows.append((claim, f"**{verdict}**", text, ", ".join(row["by"])))
         lines += [

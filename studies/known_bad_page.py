@@ -28,15 +28,16 @@ Versions of frameworks that accumulate gradients otherwise than their settings s
 CPU over gloo with a small program that needs nothing of the bench: its *reproducer*. `python -m bench doctor` and \
 `lint` compare what is installed with this list, and `audit` what a training uses.
 
-**Silently wrong** means that training goes on without an error while an update is not the full batch of its window, \
-the rule of [semantics](semantics.md). A range begins at the oldest bad version that was measured. It ends where a \
-version was measured to be right or its source was read; `<=`, and `<2.14` of torch, end at the newest version that \
-was measured, and later ones may be bad too. Written by `python -m studies.known_bad_page` from \
+Unless a row says otherwise, it is silently wrong: training goes on without an error, while an update is not the full \
+batch of its window, the rule of [semantics](semantics.md). A range begins at the oldest bad version that was measured. \
+It ends where a version was measured to be right or its source was read; `<=`, and `<2.14` of torch, end at the newest \
+version that was measured, and later ones may be bad too. Written by `python -m studies.known_bad_page` from \
 [advisories.toml](../bench/audit/advisories.toml), which has each cause, and each measured version with its result \
 and date; `nox -s versions -- --weights deepspeed==0.18.9` measures a version again.
 """
 COLUMNS = ("versions", "defect", "where", "what to do", "more")
-LEVELS = {"error": "silently wrong", "warning": "stops or misinforms", "note": "to know"}
+LEVELS = {"error": "", "warning": "**stops or misinforms**: ", "note": "**to know**: "}
+"""What is said before a defect, by its level."""
 
 
 def page(advisories: Sequence[Advisory]) -> str:
@@ -61,7 +62,7 @@ def entry(advisory: Advisory, shared: Mapping[str, Wanted]) -> list[str]:
     found = versions(advisory.affected)
     for name, needed in advisory.beside.items():
         found += f" with {PACKAGES[name]} {versions(needed)}"
-    defect = f"**{LEVELS[advisory.level]}**: {advisory.title}; {advisory.effect}"
+    defect = f"{LEVELS[advisory.level]}{advisory.title}; {advisory.effect}"
     own = {key: wanted for key, wanted in advisory.condition.items() if key not in shared}
     return [
         f'<a id="{advisory.id}"></a>{found}',
@@ -77,7 +78,7 @@ def links(advisory: Advisory) -> Iterator[str]:
     yield f"[reproducer](../{advisory.reproducer})"
     if advisory.issue:
         yield f"[report]({advisory.issue})"
-    if advisory.fix:
+    if advisory.fix and advisory.fix != advisory.issue:
         yield f"[change]({advisory.fix})"
     if (UPSTREAM / f"{advisory.id}.md").exists():
         yield f"[to file](upstream/{advisory.id}.md)"

@@ -26,6 +26,8 @@ DOCS = "docs/settings.md"
 HEADER = ("setting", "here", "default", "why", "what the default costs or changes")
 WHOLE = ("replaced", "zero_optimization.leaf_module")
 """Settings that are one value, though they are tables."""
+ABOVE = ("Trainer.__init__", "CUDA graphs", "process group timeouts")
+"""Of what is replaced in torchtitan, what the tables on settings and patches have."""
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -100,8 +102,8 @@ def page(records: Iterable[TrialRecord]) -> str:
         lines += patches(framework)
         objection = framework["objection"].format(**measured)
         lines += [f"**What its maintainers could object to.** {objection}", ""]
-    own = "; ".join(f"{what}: {instead}" for what, instead in REPLACED.items())
-    lines += [f"What is not torchtitan's own: {own}.", ""]
+    own = "; ".join(f"{what}: {how}" for what, how in REPLACED.items() if what not in ABOVE)
+    lines += [f"Not torchtitan's own, besides: {own}.", ""]
     assert not left, f"settings.toml says nothing of {sorted(left)}"
     return "\n".join(lines)
 
