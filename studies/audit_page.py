@@ -208,7 +208,7 @@ def _known(data: dict[str, Any]) -> list[str]:
         f"[{len(CASES)} scripts](../tests/audit_command/cases.py) have the verdict that they must get beside them. "
         f"{len(found)} of the {len(wrong)} with a fault that the audit should name are named, and {len(accused)} of the "
         f"{len(others)} others are accused: "
-        f"{', '.join(f'{number} {verdict}' for verdict, number in counts.items())}. Some of those judged in part may "
+        f"{', '.join(f'*{verdict}* {number}' for verdict, number in counts.items())}. Some of those judged in part may "
         "have a fault, such as a step at each micro-batch with the loss divided by 4. One has for certain: cached "
         "contrastive features with a loss that is wrongly divided.",
         "",

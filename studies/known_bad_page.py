@@ -28,8 +28,8 @@ Versions of frameworks that accumulate gradients otherwise than their settings s
 CPU over gloo with a small program that needs nothing of the bench: its *reproducer*. `python -m bench doctor` and \
 `lint` compare what is installed with this list, and `audit` what a training uses.
 
-Unless a row says otherwise, it is silently wrong: training goes on without an error, while an update is not the full \
-batch of its window, the rule of [semantics](semantics.md). A range begins at the oldest bad version that was measured. \
+Unless a row says otherwise, it is silently wrong: training goes on without an error, while updates are wrong by the \
+rule of [semantics](semantics.md). A range begins at the oldest bad version that was measured. \
 It ends where a version was measured to be right or its source was read; `<=`, and `<2.14` of torch, end at the newest \
 version that was measured, and later ones may be bad too. Written by `python -m studies.known_bad_page` from \
 [advisories.toml](../bench/audit/advisories.toml), which has each cause, and each measured version with its result \

@@ -312,7 +312,7 @@ def _bound(data: dict[str, Any], judged: dict[str, Any], names: set[str]) -> str
         return ""
     least = SIGNIFICANCE ** (1 / tally.total())
     return (
-        f"{tally.total()} findings without a mistake show a share of at least {least:.0%} (95 %, one-sided), if they "
+        f"{tally.total()} findings without a mistake show a share of at least {100 * least:.0f} % (95 %, one-sided), if they "
         "were independent, which those of one repository are not. "
     )
 

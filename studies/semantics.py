@@ -52,10 +52,10 @@ changes each weight by the coefficient of that sample's gradient. The right upda
 samples of the window in one batch, whose coefficients sum to 1. \
 [`python -m bench audit`](audit.md) finds what a script of your own computes.
 
-One rule holds for all backends. A verdict is wrong, and **bold**, if an update is the full batch of no samples, or if \
-samples, steps or counters are not what they should be. With any other verdict each update is the full batch of some \
-samples, though perhaps not of those that were meant. In `zero-grad` and `engine-n` the script itself makes a mistake: \
-verdicts say what becomes of it, not whose fault it is.
+One rule holds for all backends. A verdict is wrong, and **bold**, if an update is not the full-batch gradient of any \
+set of samples, or if samples, steps or counters are not what they should be. With any other verdict each update is that \
+of some samples, though perhaps not of those that were meant. In `zero-grad` and `engine-n` the script itself makes a \
+mistake: verdicts say what becomes of it, not whose fault it is.
 
 The number after *divided twice*, *under-weighted*, *over-weighted* and *cleared* is an update's sum relative to the \
 right one, after *leaks* its sum, after *lost* and *left open* samples that reach no update, after *carried over* the \
