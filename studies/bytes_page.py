@@ -427,3 +427,5 @@ def written(runs: Sequence[Run]) -> str:
 
 if __name__ == "__main__":
     (ROOT / DOCS).write_text(written([load(ROOT / run) for run in RUNS]), encoding="utf-8")
+    compared = published_peaks.compared()
+    (ROOT / published_peaks.COMPARED).write_text(compared, encoding="utf-8")

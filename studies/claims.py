@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.tabular import markdown_table
 from studies import ROOT, judges_lightning, judges_torch
 from studies.measured import EXCEPT, ONLY, PROBES, Measured
 
@@ -22,7 +21,7 @@ DOCS = ROOT / "docs" / "claims.md"
 ROWS = Path(__file__).with_suffix(".toml")
 CLAIMS: Mapping[str, Sequence[Mapping[str, Any]]] = tomllib.loads(ROWS.read_text(encoding="utf-8"))
 MOST_WORDS = 80
-"""Of a cell."""
+"""Of what was measured."""
 PACKAGES = ("torch", "lightning", "deepspeed", "transformers", "accelerate", "torchtitan")
 
 
@@ -49,19 +48,13 @@ def page(m: Measured) -> str:
         "commands below, and a script of your own with [`python -m bench audit`](audit.md).",
     ]
     for topic, claims in CLAIMS.items():
-        rows = []
+        lines += ["", f"## {topic}", ""]
         for row in claims:
             verdict, text = answer(row, m)
-            sources = ", ".join(f"[source]({url})" for url in row["source"])
-            claim = f"{row['claim']} ({sources or 'no source'})"
             assert len(text.split()) <= MOST_WORDS, f"{row['judge']}: {len(text.split())} words"
-            rows.append((claim, f"**{verdict}**", text, ", ".join(row["by"])))
-        lines += [
-            "",
-            f"## {topic}",
-            "",
-            *markdown_table(("claim, and who makes it", "verdict", "measured", "by"), rows)[:-1],
-        ]
+            sources = ", ".join(f"[source]({url})" for url in row["source"]) or "no source"
+            by = ", ".join(row["by"])
+            lines.append(f"- *{row['claim']}* ({sources}) **{verdict}**: {text} ({by})")
     return "\n".join(
         [
             *(*lines, "", "## Measured by", ""),

@@ -47,7 +47,9 @@ def page(advisories: Sequence[Advisory]) -> str:
         own = [advisory for advisory in advisories if advisory.package == package]
         shared = dict(own[0].condition)
         for advisory in own:
-            shared = {key: shared[key] for key in shared if advisory.condition.get(key) == shared[key]}
+            shared = {
+                key: shared[key] for key in shared if advisory.condition.get(key) == shared[key]
+            }
         lines += [f"## {name}", ""]
         if shared and len(own) > 1:
             lines += [f"In all rows: {conditions(shared)}.", ""]
@@ -64,11 +66,12 @@ def entry(advisory: Advisory, shared: Mapping[str, Wanted]) -> list[str]:
         found += f" with {PACKAGES[name]} {versions(needed)}"
     defect = f"{LEVELS[advisory.level]}{advisory.title}; {advisory.effect}"
     own = {key: wanted for key, wanted in advisory.condition.items() if key not in shared}
+    newer = f"use {PACKAGES[advisory.package]} {advisory.fixed_in} or newer"
     return [
         f'<a id="{advisory.id}"></a>{found}',
         defect,
         conditions(own),
-        advisory.remedy,
+        advisory.remedy.replace(newer, "upgrade"),
         ", ".join(links(advisory)),
     ]
 

@@ -8,8 +8,9 @@ Sizes are in GiB, as published unless ``remark`` says how they were given.
 from __future__ import annotations
 
 import csv
+import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -20,6 +21,8 @@ from bench.tabular import markdown_table
 from studies import ROOT
 
 FIGURES = "studies/published_peaks.csv"
+COMPARED = "results/published_peaks.csv"
+"""Each predicted row beside its prediction."""
 GIB = 2**30
 NUMBERS = {
     "world_size": int,
@@ -154,8 +157,17 @@ def section() -> list[str]:
         "to these figures.",
         "",
         *markdown_table(
-            ("training", "settings", "live, GiB", "predicted, GiB", "error", "reserved / predicted"),
-            list(_compared(predicted)),
+            ("training", "live, GiB", "predicted, GiB", "error"),
+            [
+                (
+                    f"{peak.what}, {peak.settings}",
+                    _gib(peak.live_gib),
+                    _gib(size),
+                    _error(peak, size),
+                )
+                for peak, size in predicted.items()
+                if size is not None and peak.live_gib is not None
+            ],
         ),
         "torchtitan's Llama 7B keeps its logits in fp32 during the backward, 1.95 GiB for 8 samples, which is not "
         "predicted. llama-recipes is FSDP1, whose freed blocks stay active, and rounds to whole GiB. The other "
@@ -165,16 +177,33 @@ def section() -> list[str]:
     ]
 
 
-def _compared(predicted: Mapping[PublishedPeak, float | None]) -> Iterator[tuple[str, ...]]:
-    for peak, size in predicted.items():
+def _error(peak: PublishedPeak, predicted: float) -> str:
+    """How far the prediction is from the published live peak, in per cent."""
+    if peak.live_gib is None:
+        return ""
+    return f"{100 * (predicted / peak.live_gib - 1):+.1f} %"
+
+
+def compared() -> str:
+    """The rows that are predicted, live and reserved, beside the prediction, as CSV."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(
+        (
+            *("training", "settings", "live_gib", "predicted_gib", "error", "reserved_gib"),
+            *("reserved_of_predicted", "source", "version"),
+        )
+    )
+    for peak in published_peaks():
+        size = peak.predicted_gib
         if size is None:
             continue
-        error = over = "-"
-        if peak.live_gib is not None:
-            error = f"{100 * (size / peak.live_gib - 1):+.1f} %"
-        if peak.reserved_gib is not None:
-            over = f"{peak.reserved_gib / size:.2f}"
-        yield (peak.what, peak.settings, _gib(peak.live_gib), f"{size:.1f}", error, over)
+        over = "" if peak.reserved_gib is None else f"{peak.reserved_gib / size:.2f}"
+        reserved = "" if peak.reserved_gib is None else _gib(peak.reserved_gib)
+        live = "" if peak.live_gib is None else _gib(peak.live_gib)
+        of_peak = (live, _gib(size), _error(peak, size), reserved, over)
+        writer.writerow((peak.what, peak.settings, *of_peak, peak.source, peak.version))
+    return text.getvalue()
 
 
 def _reserved(predicted: Mapping[PublishedPeak, float | None]) -> list[str]:
@@ -186,19 +215,19 @@ def _reserved(predicted: Mapping[PublishedPeak, float | None]) -> list[str]:
         if size is not None and peak.reserved_gib is not None:
             shares.append(peak.reserved_gib / size - 1)
     below, above = sum(share < least for share in shares), sum(share > most for share in shares)
+    ratios = [1 + share for share in shares]
     return [
         f"In the {known} published trainings that report both, the allocator reserved {100 * least:.0f} to "
         f"{100 * most:.0f} % more than the peak of active blocks, outward to whole per cent. `predict` keeps this "
         f"range free: a peak *fits* if {100 * FRAGMENTS.most:.0f} % of it fit beside it, with the CUDA context and "
         f"NCCL. It is *tight* if {100 * FRAGMENTS.least:.0f} % do: the allocator then has to give back what it "
-        f"reserved, which costs time, or fails. Of {len(shares)} reserved figures that have a prediction, "
-        f"{len(shares) - below - above} are within this range above it, {below} below the range and {above} beyond "
-        "it, for which the remarks name a reason.",
+        "reserved, which costs time, or fails. "
+        f"[Of {len(shares)} reserved figures](../{COMPARED}) beside a prediction, which are {min(ratios):.2f} to "
+        f"{max(ratios):.2f} times as large, {len(shares) - below - above} are within this range above it, {below} "
+        f"below the range and {above} beyond it, for which the remarks name a reason.",
         "",
     ]
 
 
-def _gib(number: float | None) -> str:
-    if number is None:
-        return "-"
+def _gib(number: float) -> str:
     return f"{number:.1f}"

@@ -124,11 +124,20 @@ def weights_table(rows: Sequence[Row], cases: Sequence[str], engine: Collection[
                 if name not in names:
                     names.append(name)
         shared.append([name, *(RAISES if text.startswith(RAISES) else text for text in texts)])
-    titles = [case.replace(", offload_optimizer", ", offload") for case in cases]
-    lines = markdown_table(["version", *titles], shared)
+    # Cases that are alike in all rows share a column.
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for place, case in enumerate(cases, start=1):
+        title = case.replace(", offload_optimizer", " offload")
+        columns.setdefault(tuple(row[place] for row in shared), []).append(title)
+    titles = [", ".join(alike) for alike in columns.values()]
+    table = zip((row[0] for row in shared), *columns, strict=True)
+    lines = markdown_table(["version", *titles], table)
     notes = [f"{' and '.join(names)}: {text}." for text, names in raised.items()]
-    if same := [row.version for row in rows if row in engine]:
-        notes.insert(0, f"With DeepSpeed {span(same)} the weights are those of its engine in a loop.")
+    if same := sum(row in engine for row in rows):
+        notes.insert(
+            0,
+            f"With {same} of the engine's {len(engine)} versions of DeepSpeed the weights are as in its table.",
+        )
     return [*lines, *(line for note in notes for line in (note, ""))]
 
 

@@ -31,8 +31,8 @@ Each version was installed alone (`pip install --no-deps`) on top of the project
 same torch; Lightning also gets a setuptools below 81, for the pkg_resources that old versions import. Rates are those \
 of ThroughputMonitor on a virtual clock (`bench/audit/monitor.py`: {MICRO_BATCH_S:g} s per micro-batch and \
 {OPTIMIZER_S:g} s per optimizer step), and the ratio is the logged samples/s divided by the true ones. DeepSpeed \
-trains one weight per micro-batch by SGD with learning rate 1, in one process over gloo on the CPU. *Good* is what a \
-user would want, which a documented default need not be.
+trains one weight per micro-batch by SGD with learning rate 1, in one process over gloo on the CPU. **Bold** is not what \
+a user would want, though it may be a documented default.
 """
 IN_WEIGHTS = "micro-batches in each update"
 """A finding that the section on weights has of more versions."""
@@ -128,17 +128,19 @@ def markdown(entries: Sequence[Entry], smokes: Sequence[Smoke], weights: str) ->
     lines += [ACCUMULATION, *measured_on, ""]
     # Neighbouring versions with the same measurement share a row, and each finding is named once.
     shared: list[list[str]] = []
-    last = ("", "")
+    last = ""
     for (package, finding, measured, good), alike in groupby(
         rows(entries), lambda row: (*row[:2], *row[3:])
     ):
         if IN_WEIGHTS in finding:
             continue
-        named = ["", ""] if (package, finding) == last else [package, finding]
-        last = (package, finding)
+        named = f"{package}, {finding}"
         versions = ", ".join(row[2] for row in alike)
-        shared.append([*named, versions, measured.split(". ")[0], good])
-    lines += markdown_table(["package", "finding", "versions", "measured", "good"], shared)
+        text = measured.split(". ")[0]
+        shown = text if good == _yes(True) else f"**{text}**"
+        shared.append(["" if named == last else named, versions, shown])
+        last = named
+    lines += markdown_table(["package, finding", "versions", "measured"], shared)
     return "\n".join([*lines, weights])
 
 
