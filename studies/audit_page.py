@@ -25,7 +25,6 @@ from packaging.version import Version
 from scipy import stats
 
 from bench.audit.command.training_audit import RIGHT
-from bench.tabular import markdown_table
 from studies import ROOT
 from tests.audit_command.cases import CASES, OPEN, Case, audit, audit_case
 
@@ -190,9 +189,11 @@ def page(data: dict[str, Any]) -> str:
             *_costs(data),
             *_versions(data),
             PUBLIC,
-            *markdown_table(("script", "what the audit says", "checked by hand"), _by_hand()),
+            *_by_hand(),
+            "",
             PACKAGES_TEXT,
-            *markdown_table(("package", "what the audit says", "checked by hand"), _packages(data)),
+            *_packages(data),
+            "",
         ]
     )
 
@@ -213,10 +214,10 @@ def _known(data: dict[str, Any]) -> list[str]:
         "## Scripts with a known verdict",
         "",
         f"[{len(CASES)} scripts](../tests/audit_command/cases.py) have the verdict that they must get beside them. "
-        f"{len(found)} of the {len(wrong)} with a fault that the audit should name are named, and {len(accused)} of the "
-        f"{len(others)} others are accused: "
-        f"{', '.join(f'*{verdict}* {number}' for verdict, number in counts.items())}. Some of those judged in part may "
-        "have a fault, such as a step at each micro-batch with the loss divided by 4. One has for certain: cached "
+        f"{len(found)} of the {len(wrong)} with a fault that the audit should name are named, and {len(accused)} of "
+        f"the {len(others)} others are accused: "
+        f"{', '.join(f'*{verdict}* {number}' for verdict, number in counts.items())}. Some of those judged in part "
+        "may have a fault, such as a step at each micro-batch with the loss divided by 4. One has for certain: cached "
         "contrastive features with a loss that is wrongly divided.",
         "",
         HELD_OUT,
@@ -230,8 +231,8 @@ def _costs(data: dict[str, Any]) -> list[str]:
     for cost in COSTS:
         ratios = data[f"cost of {cost}"]
         lines += [
-            f"The loop `{cost}` (wrapper and width) on two ranks of two cores: an update that is sampled, which the first 8 are, "
-            f"takes {_ratio(ratios['sampling'])} times as long as without an audit, and a later one "
+            f"The loop `{cost}` (wrapper and width) on two ranks of two cores: an update that is sampled, which the "
+            f"first 8 are, takes {_ratio(ratios['sampling'])} times as long as without an audit, and a later one "
             f"{_ratio(ratios['counting'])} times. These are medians with 95 % intervals over {BLOCKS:,} windows in "
             "turns.",
             "",
@@ -256,23 +257,23 @@ def _versions(data: dict[str, Any]) -> list[str]:
     return [f"{VERSIONS_TEXT} {'; '.join(told)}.", ""]
 
 
-def _by_hand() -> list[tuple[str, ...]]:
-    rows = []
+def _by_hand() -> list[str]:
+    lines = []
     for each in tomllib.loads(BY_HAND.read_text())["script"]:
-        rows.append((f"{each['script']} ({each['commit']})", each["says"], each["checked"]))
-    return rows
+        lines.append(f"- {each['script']} ({each['commit']}): {each['says']}. *{each['checked']}*")
+    return lines
 
 
-def _packages(data: dict[str, Any]) -> list[tuple[str, ...]]:
+def _packages(data: dict[str, Any]) -> list[str]:
     checked = tomllib.loads((LOOPS / "checked.toml").read_text())
-    rows = []
+    lines = []
     for key, run in sorted(data[PACKAGES].items()):
         says = run["headline"].partition(", in ")[0]
         if run["faults"]:
             faults = [fault.partition(": ")[0] for fault in run["faults"]]
             says = f"**{says}**: {'; '.join(faults)}"
-        rows.append((key, says, checked[run["loop"]]["checked"]))
-    return rows
+        lines.append(f"- {key}: {says}. *{checked[run['loop']]['checked']}*")
+    return lines
 
 
 def _ratio(interval: list[float]) -> str:
@@ -288,7 +289,7 @@ micro-batches an update should have, `--updates K` how many updates of each opti
 
 | verdict | exit status | what it says |
 | --- | --- | --- |
-| weights right | 0 | in the updates that it names, the gradient has all micro-batches and nothing else, and weights sum to 1 |
+| weights right | 0 | in the updates that it names, the gradient is all micro-batches alone, and weights sum to 1 |
 | weights right for the main loss | 0 | the same; other losses have factors that are not judged |
 | weights judged in part | 0 | a part is unknown or unusual: lines with `!` say what |
 | the name of a fault | 1 | weights, or a gradient that changed, show it: lines with `x` name file and line |
@@ -341,7 +342,8 @@ stopped by the audit. Both were fixed then, and are among the scripts above.
 PUBLIC = """\
 ## Training loops of other projects
 
-Run once on the CPU with other sizes and data, and checked by reading their code. For PyPI no version was recorded.
+Run once on the CPU with other sizes and data. *Italics* say whether reading the code bears it out. For PyPI no version
+was recorded.
 """
 PACKAGES_TEXT = """\
 Loops of packages, which `--packages` runs again:

@@ -335,26 +335,28 @@ def _large(measured: Measured) -> list[str]:
     memory = measured.memory.pivot_table(
         index="cell_id", columns="category", values="bytes", aggfunc="max"
     )
-    rows, gradients = [], {}
+    gradients: dict[tuple[int, str], float] = {}
+    texts: dict[str, dict[int, str]] = {}
     for trial in fake.sort_values(["world_size", "backend"]).to_dict("records"):
         held = memory.loc[trial["cell_id"]]
         gradients[trial["world_size"], trial["backend"]] = held["held_gradients"]
         sizes = (
             held[f"held_{use}"] / GIB for use in ("parameters", "gradients", "optimizer_state")
         )
-        rows.append(
-            (
-                trial["backend"],
-                str(trial["world_size"]),
-                str(trial["accumulate"]),
-                *(f"{s:.2f}" for s in sizes),
-            )
-        )
-    model = ", ".join(sorted(set(fake["model"])))
+        of_worlds = texts.setdefault(trial["backend"], {})
+        of_worlds[trial["world_size"]] = ", ".join(f"{size:.2f}" for size in sizes)
+    worlds = sorted(set(fake["world_size"]))
+    rows = [
+        (backend, *(of_worlds.get(world, "-") for world in worlds))
+        for backend, of_worlds in texts.items()
+    ]
+    (model,), (n,) = set(fake["model"]), set(fake["accumulate"])
     return [
         f"## At scale: {model}, fake tensors, GiB held per rank",
         "",
-        *markdown_table(("backend", "W", "N", "parameters", "gradients", "optimizer state"), rows),
+        f"Parameters, gradients and optimizer state, N = {n}:",
+        "",
+        *markdown_table(("backend", *(f"W = {world}" for world in worlds)), rows),
         *_unsharded(fake, gradients),
     ]
 

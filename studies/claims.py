@@ -41,11 +41,12 @@ def page(m: Measured) -> str:
         "# Claims about gradient accumulation",
         "",
         "Claims of articles, documentation and threads, held against measurements. `nox -s results -- claims` writes "
-        "this page and computes each verdict that has numbers beside it. *True only* and *true, except* are said where "
-        "the other cases were measured; *not measured* is a verdict of its own. Memory and bytes are those of a model "
-        "of 3.1 M parameters on CPUs and, by formula, of 8b on 8 ranks, unless a row says otherwise. N is the number of "
-        "micro-batches in a window, NB that of an epoch. Other versions may do otherwise: measure yours with the "
-        "commands below, and a script of your own with [`python -m bench audit`](audit.md).",
+        "this page and computes each verdict that has numbers beside it. *True only* and *true, except* are said "
+        "where the other cases were measured; *not measured* is a verdict of its own. Memory and bytes are those of a "
+        "model of 3.1 M parameters on CPUs and, by formula, of 8b on 8 ranks, unless an entry says otherwise. N is "
+        "the number of micro-batches in a window, NB that of an epoch. Other versions may do otherwise: measure yours "
+        "with the commands below, and a script of your own with [`python -m bench audit`](audit.md). Each entry ends "
+        "with what measured it.",
     ]
     for topic, claims in CLAIMS.items():
         lines += ["", f"## {topic}", ""]

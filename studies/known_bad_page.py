@@ -28,52 +28,48 @@ Versions of frameworks that accumulate gradients otherwise than their settings s
 CPU over gloo with a small program that needs nothing of the bench: its *reproducer*. `python -m bench doctor` and \
 `lint` compare what is installed with this list, and `audit` what a training uses.
 
-Unless a row says otherwise, it is silently wrong: training goes on without an error, while updates are wrong by the \
-rule of [semantics](semantics.md). A range begins at the oldest bad version that was measured. \
-It ends where a version was measured to be right or its source was read; `<=`, and `<2.14` of torch, end at the newest \
-version that was measured, and later ones may be bad too. Written by `python -m studies.known_bad_page` from \
+Unless an entry says otherwise, it is silently wrong: training goes on without an error, while updates are wrong by \
+the rule of [semantics](semantics.md). A range begins at the oldest bad version that was measured. It ends where a \
+version was measured to be right or its source was read; `<=`, and `<2.14` of torch, end at the newest version that \
+was measured, and later ones may be bad too. Written by `python -m studies.known_bad_page` from \
 [advisories.toml](../bench/audit/advisories.toml), which has each cause, and each measured version with its result \
 and date; `nox -s versions -- --weights deepspeed==0.18.9` measures a version again.
 """
-COLUMNS = ("versions", "defect", "where", "what to do", "more")
-LEVELS = {"error": "", "warning": "**stops or misinforms**: ", "note": "**to know**: "}
+LEVELS = {"error": "", "warning": "*stops or misinforms*: ", "note": "*to know*: "}
 """What is said before a defect, by its level."""
 
 
 def page(advisories: Sequence[Advisory]) -> str:
-    """A table of each package, below the conditions that all its rows have."""
+    """A list of each package, below the conditions that all its entries have."""
     lines = [INTRODUCTION]
     for package, name in PACKAGES.items():
         own = [advisory for advisory in advisories if advisory.package == package]
-        shared = dict(own[0].condition)
-        for advisory in own:
+        shared: dict[str, Wanted] = {}
+        if len(own) > 1:
             shared = {
-                key: shared[key] for key in shared if advisory.condition.get(key) == shared[key]
+                key: wanted
+                for key, wanted in own[0].condition.items()
+                if all(advisory.condition.get(key) == wanted for advisory in own)
             }
         lines += [f"## {name}", ""]
-        if shared and len(own) > 1:
-            lines += [f"In all rows: {conditions(shared)}.", ""]
-        else:
-            shared = {}
-        lines += markdown_table(COLUMNS, [entry(advisory, shared) for advisory in own])
+        if shared:
+            lines += [f"In all entries: {conditions(shared)}.", ""]
+        lines += [*(entry(advisory, shared) for advisory in own), ""]
     return "\n".join(lines)
 
 
-def entry(advisory: Advisory, shared: Mapping[str, Wanted]) -> list[str]:
-    """What is known of one defect, in the order of ``COLUMNS``, without the conditions that all rows share."""
+def entry(advisory: Advisory, shared: Mapping[str, Wanted]) -> str:
+    """What is known of one defect as a list item, without the conditions that all entries share."""
     found = versions(advisory.affected)
     for name, needed in advisory.beside.items():
         found += f" with {PACKAGES[name]} {versions(needed)}"
-    defect = f"{LEVELS[advisory.level]}{advisory.title}; {advisory.effect}"
     own = {key: wanted for key, wanted in advisory.condition.items() if key not in shared}
     newer = f"use {PACKAGES[advisory.package]} {advisory.fixed_in} or newer"
-    return [
-        f'<a id="{advisory.id}"></a>{found}',
-        defect,
-        conditions(own),
-        advisory.remedy.replace(newer, "upgrade"),
-        ", ".join(links(advisory)),
-    ]
+    remedy = advisory.remedy.replace(newer, "upgrade")
+    return (
+        f'- <a id="{advisory.id}"></a>**{found}**: {LEVELS[advisory.level]}{advisory.title}; {advisory.effect}. '
+        f"*Where*: {conditions(own)}. *Remedy*: {remedy}. {', '.join(links(advisory))}"
+    )
 
 
 def links(advisory: Advisory) -> Iterator[str]:

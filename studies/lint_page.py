@@ -259,7 +259,7 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
             "options, for DeepSpeed 0.19.8 and Lightning 2.6.6: the files of one commit that are about training, each "
             f"content once. {unknown:,} are of a kind that `lint` does not know or show too little of one, and "
             f"{unreadable} have a value that it refuses. The other {kinds.total():,} are of "
-            f"{', '.join(f'{kind} {number:,}' for kind, number in kinds.most_common())}.",
+            f"{', '.join(f'{kind} ({number:,})' for kind, number in kinds.most_common())}.",
             "",
             "The project judged its own findings, by rule and repository. A finding is right if what it says happens "
             "with these versions in the program that reads the file. One that could not be checked counts as not "
@@ -312,8 +312,8 @@ def _bound(data: dict[str, Any], judged: dict[str, Any], names: set[str]) -> str
         return ""
     least = SIGNIFICANCE ** (1 / tally.total())
     return (
-        f"{tally.total()} findings without a mistake show a share of at least {100 * least:.0f} % (95 %, one-sided), if they "
-        "were independent, which those of one repository are not. "
+        f"{tally.total()} findings without a mistake show a share of at least {100 * least:.0f} % (95 %, one-sided), "
+        "if they were independent, which those of one repository are not. "
     )
 
 

@@ -136,8 +136,8 @@ def _rates(results: Results) -> list[str]:
         "",
         "A verdict is faster or slower if the interval excludes 1 and the p-value of a paired t-test on logarithms, "
         "adjusted by Holm, is below 5 %. Where the A/A pair is off there is no verdict, which costs at most "
-        f"{max(0.0, 100 * lost):.1f} points of power. At most {percent(results.rates['same 1 %'].max())} of comparisons are "
-        "called the same within 1 %. A share near 5 % has a standard error of "
+        f"{max(0.0, 100 * lost):.1f} points of power. At most {percent(results.rates['same 1 %'].max())} of "
+        "comparisons are called the same within 1 %. A share near 5 % has a standard error of "
         f"{100 * (0.05 * 0.95 / results.reports) ** 0.5:.1f} points.",
         "",
         f"Targets: {'; '.join(study.TARGETS)}.",
@@ -155,10 +155,10 @@ def _real(known: Sequence[Known], planted: Sequence[Known]) -> list[str]:
         "## On real trials",
         "",
         f"{len(known)} runs on {machine.cpu}, {machine.cores} cores ([trials](../results/noise/trials.csv)). Each "
-        "holds `ddp-deferred` on one rank three times, as itself, as its A/A twin and as a third that is compared, and "
-        f"once more with a sleep of {100 * DELAY:g} % per step, until intervals were narrower than "
-        f"{100 * budget.precision:g} % or, as in {late}, {budget.budget_s:g} s had passed. One rank was chosen, since two "
-        "ranks on two virtual cores have two modes, a factor of 1.5 apart, for as long as a process lives. "
+        "holds `ddp-deferred` on one rank three times, as itself, as its A/A twin and as a third that is compared, "
+        f"and once more with a sleep of {100 * DELAY:g} % per step, until intervals were narrower than "
+        f"{100 * budget.precision:g} % or, as in {late}, {budget.budget_s:g} s had passed. One rank was chosen, since "
+        "two ranks on two virtual cores have two modes, a factor of 1.5 apart, for as long as a process lives. "
         f"{_found(known)}",
         "",
         *_published(planted),

@@ -52,10 +52,10 @@ changes each weight by the coefficient of that sample's gradient. The right upda
 samples of the window in one batch, whose coefficients sum to 1. \
 [`python -m bench audit`](audit.md) finds what a script of your own computes.
 
-One rule holds for all backends. A verdict is wrong, and **bold**, if an update is not the full-batch gradient of any \
-set of samples, or if samples, steps or counters are not what they should be. With any other verdict each update is that \
-of some samples, though perhaps not of those that were meant. In `zero-grad` and `engine-n` the script itself makes a \
-mistake: verdicts say what becomes of it, not whose fault it is.
+One rule holds for all backends. A verdict is wrong, and **bold**, if an update is not the full-batch gradient of \
+any set of samples, or if samples, steps or counters are not what they should be. With any other verdict each update \
+is that of some samples, though perhaps not of those that were meant. In `zero-grad` and `engine-n` the script itself \
+makes a mistake: verdicts say what becomes of it, not whose fault it is.
 
 The number after *divided twice*, *under-weighted*, *over-weighted* and *cleared* is an update's sum relative to the \
 right one, after *leaks* its sum, after *lost* and *left open* samples that reach no update, after *carried over* the \
@@ -69,13 +69,14 @@ Where the first finding is *miscounted*, every update is right: a counter of the
 
 After `zero_grad` in mid-window the window goes on. If the gradients are *kept*, its update has all of them with the \
 right sum, so this is a note under each backend. If the window is given up, as in `exception`, gradients that outlive \
-`zero_grad` are added to the next window: they *leak*, and the update is 1.25 times too large, which is wrong and, of \
-FSDP2, [known bad](known-bad.md#torch-fsdp2-zero-grad). PyTorch's `reset_iter_state`, which the scenario does not \
-call, discards of FSDP2's only those that await a deferred all-reduce. Under torchtitan and HF Trainer `zero_grad` could \
-only be called between two windows, where nothing is open.
+`zero_grad` are added to the next window: they *leak*, and the update has 1.25 times the right sum. That is wrong and, \
+of FSDP2, [known bad](known-bad.md#torch-fsdp2-zero-grad). PyTorch's `reset_iter_state`, which the scenario does not \
+call, discards of FSDP2's only those that await a deferred all-reduce. Under torchtitan and HF Trainer `zero_grad` \
+could only be called between two windows, where nothing is open.
 
 After `zero_grad`, `deepspeed-zero3-deferred`, with offload or without, cannot continue on a CPU: DeepSpeed marks the \
-open gradients as used by the current stream, and a CPU has none. On CUDA they are cleared ([GPUs](gpu.md#semantics))."""
+open gradients as used by the current stream, and a CPU has none. On CUDA they are cleared \
+([GPUs](gpu.md#semantics))."""
 
 
 def page(

@@ -23,7 +23,7 @@ from studies import ROOT, objections
 
 ABOUT = Path(__file__).with_suffix(".toml")
 DOCS = "docs/settings.md"
-HEADER = ("setting", "here", "default", "why", "what the default costs or changes")
+HEADER = ("setting here", "default", "why", "what the default costs or changes")
 WHOLE = ("replaced", "zero_optimization.leaf_module")
 """Settings that are one value, though they are tables."""
 ABOVE = ("Trainer.__init__", "CUDA graphs", "process group timeouts")
@@ -71,7 +71,7 @@ def page(records: Iterable[TrialRecord]) -> str:
         "ZeRO's sizes are like for like: the bucket of stage 2 is DDP's, and stage 3 gathers one block at a time, as",
         "FSDP2. `deepspeed-zero2-defaults-eager` and `deepspeed-zero3-defaults-eager` have DeepSpeed's own.",
         "",
-        "Objections are answered by ratios of step times, with 95 % intervals, at N = 4 on two ranks over gloo, all from",
+        "Objections are answered by ratios of step times, with 95 % intervals, at N = 4 on two ranks over gloo, from",
         f"one run of `python -m studies.objections` ({measured['about']}).",
         "",
     ]
@@ -98,7 +98,8 @@ def page(records: Iterable[TrialRecord]) -> str:
             f"[Documentation]({framework['documentation']})",
             "",
         ]
-        lines += markdown_table(HEADER, rows)
+        shown_rows = [(f"{setting}: {here}", *rest) for setting, here, *rest in rows]
+        lines += markdown_table(HEADER, shown_rows)
         lines += patches(framework)
         objection = framework["objection"].format(**measured)
         lines += [f"**What its maintainers could object to.** {objection}", ""]
@@ -110,8 +111,8 @@ def page(records: Iterable[TrialRecord]) -> str:
 
 def patches(framework: Mapping[str, Any]) -> list[str]:
     """What of a framework is replaced; settings.toml has the function of bench/backends, too."""
-    rows = [(what, instead) for what, instead, _ in framework.get("patched", ())]
-    return markdown_table(("patched", "how"), rows) if rows else []
+    told = [f"{what}: {instead}" for what, instead, _ in framework.get("patched", ())]
+    return [f"**Patched.** {'; '.join(told)}.", ""] if told else []
 
 
 def main(run: str) -> None:

@@ -31,8 +31,8 @@ Each version was installed alone (`pip install --no-deps`) on top of the project
 same torch; Lightning also gets a setuptools below 81, for the pkg_resources that old versions import. Rates are those \
 of ThroughputMonitor on a virtual clock (`bench/audit/monitor.py`: {MICRO_BATCH_S:g} s per micro-batch and \
 {OPTIMIZER_S:g} s per optimizer step), and the ratio is the logged samples/s divided by the true ones. DeepSpeed \
-trains one weight per micro-batch by SGD with learning rate 1, in one process over gloo on the CPU. **Bold** is not what \
-a user would want, though it may be a documented default.
+trains one weight per micro-batch by SGD with learning rate 1, in one process over gloo on the CPU. **Bold** is not \
+what a user would want, though it may be a documented default.
 """
 IN_WEIGHTS = "micro-batches in each update"
 """A finding that the section on weights has of more versions."""
