@@ -221,7 +221,7 @@ def _known(data: dict[str, Any]) -> list[str]:
         "contrastive features with a loss that is wrongly divided.",
         "",
         HELD_OUT,
-        *(f"- *{fault}*: {'; '.join(names)}" for fault, names in faults.items()),
+        *(f"- *{fault}*: {'; '.join(dict.fromkeys(names))}" for fault, names in faults.items()),
         "",
     ]
 
