@@ -37,7 +37,12 @@ class Results:
 
 def percent(value: Any) -> str:
     """A share in per cent with one decimal."""
-    return f"{100 * value:.1f} %"
+    return f"{number(value)} %"
+
+
+def number(value: Any) -> str:
+    """The same without the sign, for tables that have it in their heading."""
+    return f"{100 * value:.1f}"
 
 
 def page(results: Results, command: str, known: Sequence[Known], planted: Sequence[Known]) -> str:
@@ -69,21 +74,21 @@ def _other_days(results: Results) -> list[str]:
     rows = [
         (
             f"{row['runs']} ({row['way']})",
-            percent(row["false"]),
-            percent(row["false faster"]),
-            percent(row["coverage"]),
-            percent(row["next"]),
-            percent(row["width"]),
+            number(row["false"]),
+            number(row["false faster"]),
+            number(row["coverage"]),
+            number(row["next"]),
+            number(row["width"]),
         )
         for row in results.pools.to_dict("records")
     ]
     head = (
         "runs",
-        "any false difference",
-        "any false faster",
-        "true ratio",
-        "next run",
-        "median width",
+        "any false difference, %",
+        "any false faster, %",
+        "true ratio, %",
+        "next run, %",
+        "median width, %",
     )
     return [
         "## On another day",
@@ -111,16 +116,16 @@ def _rates(results: Results) -> list[str]:
     rows = [
         (
             study.name(row),
-            percent(row["false"]),
-            *(percent(row[f"power {name}"]) for name in names),
-            percent(row["coverage"]),
-            percent(row["width"]),
+            number(row["false"]),
+            *(number(row[f"power {name}"]) for name in names),
+            number(row["coverage"]),
+            number(row["width"]),
         )
         for row in results.rates.to_dict("records")
     ]
     spread = ", ".join(f"{100 * noise.deviation:.2g} % in {noise.name}" for noise in results.noises)
-    found = [f"{name} found" for name in names]
-    head = ("noise", "any false difference", *found, "coverage", "median width")
+    found = [f"{name} found, %" for name in names]
+    head = ("noise", "any false difference, %", *found, "coverage, %", "median width, %")
     lost = max(
         (results.rates[f"t {name}"] - results.rates[f"power {name}"]).max() for name in names
     )
@@ -215,13 +220,13 @@ def _rivals(frame: pd.DataFrame) -> list[str]:
     names = [name for name in study.EFFECTS if name in frame]
     about = {rule.name: rule.about for rule in RULES}
     rows = [
-        (row["rule"], about[row["rule"]], str(row["trials"]), *(percent(row[n]) for n in names))
+        (row["rule"], about[row["rule"]], str(row["trials"]), *(number(row[n]) for n in names))
         for row in frame.to_dict("records")
     ]
     return [
         "## The rules of other tools on the same noise",
         "",
-        "How often each rule calls two cells different, by their true difference, with the noise of `cpu` and its "
+        "How often, in per cent, each rule calls two cells different, by their true difference, with the noise of `cpu` and its "
         "steps; one comparison, interleaved as here. The tools themselves run one cell after the other by default, so "
         "that drift enters too.",
         "",
@@ -238,17 +243,14 @@ def _methods(results: Results) -> list[str]:
     rows = [
         (
             f"**{name}**" if name == choices.OURS else str(name),
-            *(
-                f"{percent(held.loc[name, n])}, {percent(widths.loc[name, n])}"
-                for n in choices.SIZES
-            ),
+            *(f"{number(held.loc[name, n])}, {number(widths.loc[name, n])}" for n in choices.SIZES),
         )
         for name in held.index
     ]
     return [
         "## Which interval",
         "",
-        "Coverage and median width of 95 % intervals of a ratio that is 1, each the mean over the kinds of noise. The "
+        "Coverage and median width, in per cent, of 95 % intervals of a ratio that is 1, each the mean over the kinds of noise. The "
         f"bench uses the one in bold, Student's t of the mean logarithm, from {MIN_TRIALS} blocks on. The others are "
         "percentiles of bootstrapped means.",
         "",
