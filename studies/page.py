@@ -226,9 +226,9 @@ def _rivals(frame: pd.DataFrame) -> list[str]:
     return [
         "## The rules of other tools on the same noise",
         "",
-        "How often, in per cent, each rule calls two cells different, by their true difference, with the noise of `cpu` and its "
-        "steps; one comparison, interleaved as here. The tools themselves run one cell after the other by default, so "
-        "that drift enters too.",
+        "How often, in per cent, each rule calls two cells different, by their true difference, with the noise of "
+        "`cpu` and its steps; one comparison, interleaved as here. The tools themselves run one cell after the other "
+        "by default, so that drift enters too.",
         "",
         *markdown_table(("tool", "rule", "trials", *names), rows),
     ]
@@ -250,9 +250,9 @@ def _methods(results: Results) -> list[str]:
     return [
         "## Which interval",
         "",
-        "Coverage and median width, in per cent, of 95 % intervals of a ratio that is 1, each the mean over the kinds of noise. The "
-        f"bench uses the one in bold, Student's t of the mean logarithm, from {MIN_TRIALS} blocks on. The others are "
-        "percentiles of bootstrapped means.",
+        "Coverage and median width, in per cent, of 95 % intervals of a ratio that is 1, each the mean over the kinds "
+        f"of noise. The bench uses the one in bold, Student's t of the mean logarithm, from {MIN_TRIALS} blocks on. "
+        "The others are percentiles of bootstrapped means.",
         "",
         *markdown_table(("method", *(f"{n} blocks" for n in choices.SIZES)), rows),
     ]
