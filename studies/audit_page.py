@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import distributions, version
 from pathlib import Path
@@ -24,7 +25,6 @@ from packaging.version import Version
 from scipy import stats
 
 from bench.audit.command.training_audit import RIGHT
-from bench.tabular import markdown_table
 from studies import ROOT
 from tests.audit_command.cases import CASES, OPEN, Case, audit, audit_case
 
@@ -170,10 +170,6 @@ def _interval(ratios: np.ndarray) -> list[float]:
 
 
 def page(data: dict[str, Any]) -> str:
-    wrong = [case for case in CASES if case.verdict not in (RIGHT, *OPEN)]
-    found = [case for case in wrong if data[case.name]["verdict"] == case.verdict]
-    sound = [case for case in CASES if case.verdict in (RIGHT, *OPEN)]
-    accused = [case for case in sound if data[case.name]["verdict"] not in (RIGHT, *OPEN)]
     lines = [
         "# Audit of any training command",
         "",
@@ -184,62 +180,68 @@ def page(data: dict[str, Any]) -> str:
     ]
     for script in SCREENS:
         lines += [f"Of `{script}`:", "", "```", *data[f"screen of {script}"], "```", ""]
-    lines += [
+    return "\n".join(
+        [
+            *lines,
+            *_known(data),
+            LIMITS,
+            "",
+            *_costs(data),
+            *_versions(data),
+            PUBLIC,
+            *_by_hand(),
+            "",
+            PACKAGES_TEXT,
+            *_packages(data),
+            "",
+        ]
+    )
+
+
+def _known(data: dict[str, Any]) -> list[str]:
+    """How many scripts get their verdict, and the faults that are named."""
+    verdicts = {case.name: data[case.name]["verdict"] for case in CASES}
+    wrong = [case for case in CASES if case.verdict not in (RIGHT, *OPEN)]
+    found = [case for case in wrong if verdicts[case.name] == case.verdict]
+    others = [case for case in CASES if case.verdict in (RIGHT, *OPEN)]
+    accused = [case for case in others if verdicts[case.name] not in (RIGHT, *OPEN)]
+    counts = Counter(verdicts[case.name] for case in others if case not in accused)
+    faults: dict[str, list[str]] = {}
+    for case in CASES:
+        if verdicts[case.name] not in (RIGHT, *OPEN):
+            faults.setdefault(verdicts[case.name], []).append(case.about or f"`{case.name}`")
+    return [
         "## Scripts with a known verdict",
         "",
-        f"They are in tests/audit_command/scripts. {len(found)} of {len(wrong)} wrong ones are "
-        f"found by name, and {len(accused)} of {len(sound)} others are accused.",
+        f"[{len(CASES)} scripts](../tests/audit_command/cases.py) have the verdict that they must get beside them. "
+        f"{len(found)} of the {len(wrong)} with a fault that the audit should name are named, and {len(accused)} of "
+        f"the {len(others)} others are accused: "
+        f"{', '.join(f'*{verdict}* {number}' for verdict, number in counts.items())}. Some of those judged in part "
+        "may have a fault, such as a step at each micro-batch with the loss divided by 4. One has for certain: cached "
+        "contrastive features with a loss that is wrongly divided.",
         "",
-        *markdown_table(("verdict", "scripts"), _by_verdict(data)),
-        LIMITS,
-        "",
-        *_costs(data),
-        VERSIONS_TEXT,
-        *markdown_table(("package", "versions", "scripts", "verdict"), _versions(data)),
         HELD_OUT,
-        PUBLIC,
-        *markdown_table(("script", "what the audit says", "checked by hand"), _by_hand()),
-        PACKAGES_TEXT,
-        *markdown_table(("package", "what the audit says", "checked by hand"), _packages(data)),
+        *(f"- *{fault}*: {'; '.join(dict.fromkeys(names))}" for fault, names in faults.items()),
+        "",
     ]
-    return "\n".join(lines)
-
-
-def _by_verdict(data: dict[str, Any]) -> list[tuple[str, str]]:
-    """All scripts that have a verdict in one row, those with nothing wrong first."""
-    scripts: dict[str, dict[str, list[str]]] = {verdict: {} for verdict in (RIGHT, *OPEN)}
-    for case in CASES:
-        script, _, variant = case.name.partition(" ")
-        shown = f"`{variant}`"
-        if case.about:
-            shown += f" ({case.about})"
-        verdict = data[case.name]["verdict"]
-        scripts.setdefault(verdict, {}).setdefault(script, []).append(shown)
-    rows = []
-    for verdict, variants in scripts.items():
-        shown = [f"{script}: {', '.join(names)}" for script, names in variants.items()]
-        rows.append((verdict, "; ".join(shown)))
-    return rows
 
 
 def _costs(data: dict[str, Any]) -> list[str]:
-    rows = []
+    lines = ["## What it costs", ""]
     for cost in COSTS:
         ratios = data[f"cost of {cost}"]
-        rows.append((cost, _ratio(ratios["counting"]), _ratio(ratios["sampling"])))
-    return [
-        "## What it costs",
-        "",
-        "The time of a window relative to one without an audit, on two ranks of a machine with two cores, in turns: "
-        f"the median, and an interval of 95 % over {BLOCKS:,} windows. *Sampling* is what the first 8 updates cost, "
-        "*counting* what remains.",
-        "",
-        *markdown_table(("loop and width", "counting", "sampling"), rows),
-    ]
+        lines += [
+            f"The loop `{cost}` (wrapper and width) on two ranks of two cores: an update that is sampled, which the "
+            f"first 8 are, takes {_ratio(ratios['sampling'])} times as long as without an audit, and a later one "
+            f"{_ratio(ratios['counting'])} times. These are medians with 95 % intervals over {BLOCKS:,} windows in "
+            "turns.",
+            "",
+        ]
+    return lines
 
 
-def _versions(data: dict[str, Any]) -> list[tuple[str, ...]]:
-    """A row for each package, its scripts and their verdict."""
+def _versions(data: dict[str, Any]) -> list[str]:
+    """The right loops of frameworks by version; a verdict is named where it is another one."""
     versions: dict[tuple[str, str], set[str]] = {}
     scripts: dict[tuple[str, str], set[str]] = {}
     for run, verdict in data[VERSIONS].items():
@@ -247,30 +249,31 @@ def _versions(data: dict[str, Any]) -> list[tuple[str, ...]]:
         package, number = installed.split()
         versions.setdefault((package, verdict), set()).add(number)
         scripts.setdefault((package, verdict), set()).add(f"`{script}`")
-    rows = []
+    told = []
     for (package, verdict), numbers in sorted(versions.items()):
-        shown = ", ".join(sorted(numbers, key=Version))
-        rows.append((package, shown, ", ".join(sorted(scripts[package, verdict])), verdict))
-    return rows
+        shown = f"{package} {', '.join(sorted(numbers, key=Version))}"
+        called = "" if verdict == RIGHT else f", **{verdict}**"
+        told.append(f"{shown} ({', '.join(sorted(scripts[package, verdict]))}{called})")
+    return [f"{VERSIONS_TEXT} {'; '.join(told)}.", ""]
 
 
-def _by_hand() -> list[tuple[str, ...]]:
-    rows = []
+def _by_hand() -> list[str]:
+    lines = []
     for each in tomllib.loads(BY_HAND.read_text())["script"]:
-        rows.append((f"{each['script']} ({each['commit']})", each["says"], each["checked"]))
-    return rows
+        lines.append(f"- {each['script']} ({each['commit']}): {each['says']}. *{each['checked']}*")
+    return lines
 
 
-def _packages(data: dict[str, Any]) -> list[tuple[str, ...]]:
+def _packages(data: dict[str, Any]) -> list[str]:
     checked = tomllib.loads((LOOPS / "checked.toml").read_text())
-    rows = []
+    lines = []
     for key, run in sorted(data[PACKAGES].items()):
         says = run["headline"].partition(", in ")[0]
         if run["faults"]:
             faults = [fault.partition(": ")[0] for fault in run["faults"]]
             says = f"**{says}**: {'; '.join(faults)}"
-        rows.append((key, says, checked[run["loop"]]["checked"]))
-    return rows
+        lines.append(f"- {key}: {says}. *{checked[run['loop']]['checked']}*")
+    return lines
 
 
 def _ratio(interval: list[float]) -> str:
@@ -279,73 +282,68 @@ def _ratio(interval: list[float]) -> str:
 
 INTRODUCTION = """\
 `python -m bench audit -- torchrun --nproc-per-node 2 train.py ...` runs a training command unchanged, and says which
-weight each micro-batch of each rank has in each update. It adds no communication, and changes nothing that is trained.
-`--expect N` says how many micro-batches an update should have, `--updates K` how many
-updates of each optimizer are sampled (8 by default), and `--json` prints the verdict as data.
+weight each micro-batch of each rank has in each update. It adds no communication. Seven scripts (plain, DDP, FSDP2,
+DeepSpeed, Accelerate, Lightning, HF Trainer) have the same losses bit for bit with it. `--expect N` says how many
+micro-batches an update should have, `--updates K` how many updates of each optimizer are sampled (8 by default), and
+`--json` prints the verdict as data.
 
 | verdict | exit status | what it says |
 | --- | --- | --- |
-| weights right | 0 | in the updates that it names, all micro-batches are in the gradient alone, and weights sum to 1 |
+| weights right | 0 | in the updates that it names, the gradient is all micro-batches alone, and weights sum to 1 |
 | weights right for the main loss | 0 | the same; other losses have factors that are not judged |
 | weights judged in part | 0 | a part is unknown or unusual: lines with `!` say what |
-| the name of a fault | 1 | coefficients, or a gradient that changed, show it: lines with `x` name file and line |
+| the name of a fault | 1 | weights, or a gradient that changed, show it: lines with `x` name file and line |
 | not judged | 3 | nothing could be judged: a line with `!` says why |
 
-*Not divided*, *divided twice* and *scaled by ranks* are certain as numbers, and inferred as faults, since a loss may
-have any factor on purpose. *Mean of means* is a fault where most updates have micro-batches with different numbers of
-terms on one rank, weights do not follow them, and the gradient is off by more than 5 %. Where each micro-batch may be
-one sequence it is a warning, since sequences may be meant to weigh alike. *Not reduced* needs replicas that end with
-different parameters. *Known bad* is an advisory ([known-bad.md](known-bad.md)) that certainly applies to the installed
-version and the config of its engine.
+- *Not divided*, *divided twice* and *scaled by ranks* are measured factors. That they are faults is inferred, since a
+  loss may have any factor on purpose.
+- *Mean of means* is a fault where most updates have micro-batches with different numbers of terms on one rank, weights
+  do not follow them, and the gradient is off by more than 5 %. Where each micro-batch may be one sequence it is a
+  warning, since sequences may be meant to weigh alike.
+- *Not reduced* needs replicas that end with different parameters.
+- *Known bad* is an [advisory](known-bad.md) that applies to the installed version and the config of its engine.
 
-The recorder gets into every Python process through PYTHONPATH, as a `sitecustomize` that also runs the one it hides.
-Hooks on at most 128 parameters sample 64 coordinates of each micro-gradient, and the same of the gradient that the
-optimizer uses, also in shards and partitions. Least squares over ranks with the same parameter give the
-coefficients, a hook on the criterion's node the factor of the loss.
+A `sitecustomize` on PYTHONPATH, which also runs the one it hides, puts the recorder into every Python process. Hooks on
+at most 128 parameters sample 64 coordinates of each micro-gradient and of the gradient that the optimizer uses, also in
+shards and partitions. Least squares over ranks with the same parameter give the weights, and a hook on the criterion's
+node the factor of the loss.
 
-A window belongs to the parameters of an optimizer: the backwards that add to them between two of its steps. A backward
-is a micro-batch where a data loader hands out a batch for each, or where one place in the code calls it with other data
-each time. Otherwise the number of micro-batches is unknown, and no factor is called wrong.
-
-Signals reach the command as they would without an audit."""
+A window is the backwards that add to the parameters of an optimizer between two of its steps. A backward is a
+micro-batch where a data loader hands out a batch for each, or where one place in the code calls it with other data each
+time. Otherwise the number of micro-batches is unknown, and no factor is called wrong."""
 LIMITS = """\
 ## What it cannot see
 
-- FSDP1, Megatron's `main_grad`, optimizers that run several backwards per step (LBFGS), and parameters that move
-  between the backwards of an update (SAM) are recognized and not judged. Backwards inside of another backward, as
-  cached contrastive losses run them in a hook, are not seen as such.
-- The scale is not judged where the terms of a loss have factors of their own, where their number is not visible (label
+- FSDP1, Megatron's `main_grad`, several backwards per step (LBFGS) and parameters that move between the backwards of an
+  update (SAM) are recognized and not judged. Backwards within a backward, as cached contrastive losses run them, are
+  not seen as such.
+- The scale is not judged where terms of a loss have factors of their own, where their number is not visible (label
   smoothing, a compiled or chunked criterion, packed targets), where a loss joins rows with and without a gradient,
   where hooks of parameters scale gradients, and where backwards may be parts of one loss.
-- Whether a loss is meant to train what it reaches: a critic that keeps the generator's gradient is a warning.
-- Parameters beyond 128 in a process, except by the bytes that DDP reduces.
-- An update with more micro-batches, over all ranks, than sampled coordinates.
-- Whether a whole window without weight is lost, or an update was skipped: a warning.
-- A fault that begins after the sampled updates, unless a window has another length.
-- In which dtype ZeRO holds gradients between micro-batches.
-- Clipping by hand, or by DeepSpeed without ZeRO: it is taken for a factor of the loss, a warning.
-- Averages of the parameters in tensors outside of modules.
-- Ranks on other hosts, unless TMPDIR is a folder that all hosts share, and the launcher passes PYTHONPATH and
-  BENCH_AUDIT_FOLDER on.
+- Warnings at most: a loss that trains what it may not be meant to (a critic that keeps the generator's gradient), a
+  whole window without weight, which may be lost or skipped, and clipping by hand or by DeepSpeed without ZeRO, which
+  looks like a factor of the loss.
+- Parameters beyond 128 in a process, except by the bytes that DDP reduces; an update with more micro-batches over all
+  ranks than sampled coordinates; faults that begin after the sampled updates, unless a window has another length.
+- The dtype in which ZeRO holds gradients between micro-batches, and averages of parameters outside of modules.
+- Ranks on other hosts, unless all share the folder TMPDIR and the launcher passes PYTHONPATH and BENCH_AUDIT_FOLDER on.
 - Anything under `python -I` and `-E`, which ignore PYTHONPATH. In a folder with a `bench.py` call it
   `accumulation-bench audit`.
 - Samples on an accelerator, if the process is killed before all are taken."""
 VERSIONS_TEXT = """\
 ## Right loops over versions of frameworks
 
-Each with torch 2.13.0 and the named version of one package.
-"""
+Called right with torch 2.13.0 and these versions of one package at a time:"""
 HELD_OUT = """\
-## Scripts written before any verdict was seen
-
-The limits were chosen with the scripts above. 55 others were written first, and audited once. Of 18 wrong ones 11 were
-found by name, 4 got a warning with the right number, and 3 were not judged. Of 37 right ones 1 was accused, and in 1
-the audit stopped the training; both are fixed, and among the scripts above.
+The audit's limits were chosen with these scripts. 55 others were written before they were audited: of 18 with a fault
+11 were named, 4 got a warning with the right number, and 3 were not judged; of 37 right ones 1 was accused, and 1 was
+stopped by the audit. Both were fixed then, and are among the scripts above.
 """
 PUBLIC = """\
-## Training loops that nobody here wrote
+## Training loops of other projects
 
-Run by hand once on the CPU; only sizes and data were changed, and the code was read.
+Run once on the CPU with other sizes and data. *Italics* say whether reading the code bears it out. For PyPI no version
+was recorded.
 """
 PACKAGES_TEXT = """\
 Loops of packages, which `--packages` runs again:

@@ -52,6 +52,8 @@ OFFLOADED = Cell(
     device=Device.CUDA,
 )
 """For which the page lists what rests on the host."""
+LEAST_SHOWN = 0.05 * MIB
+"""Bytes of an operation in a step, below which the page leaves it out."""
 SHOWN_WORLD, SHOWN_N = 4, 4
 """World whose collectives the page lists, and N at which it lists what is held."""
 
@@ -121,13 +123,14 @@ def page(runs: Sequence[Run], accumulation: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         "# Where the memory and the bytes go",
         "",
-        "Written by `nox -s results -- memory`. Nothing here is edited by hand.",
+        "Written by `nox -s results -- memory`.",
         "",
-        "Collectives are counted where they are handed to the process group, between two updates; memory is a ledger "
-        "of the live tensors. Each count and each held byte is calculated too (`bench/judge/formulas.py`, with the "
-        "source of each formula), and a difference makes a cell `invalid`. Real worlds are process groups over gloo. "
+        "Collectives are counted where they are handed to the process group, between two updates. Memory is a ledger "
+        "of the live tensors. Both are calculated too ([formulas.py](../bench/judge/formulas.py), with the source of "
+        "each formula), and a difference makes a cell `invalid`. Real worlds are process groups over gloo on the CPU. "
         "In a virtual one a single process is rank 0 of W, over a process group that only pretends to communicate; "
-        "with fake tensors nothing is allocated either.",
+        "with fake tensors nothing is allocated either. Only the published peaks are from GPUs; [GPUs](gpu.md) has "
+        "what the project measured on one.",
         "",
         "## Measured against formula",
         "",
@@ -144,36 +147,45 @@ def page(runs: Sequence[Run], accumulation: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _agreement(measured: Measured) -> list[str]:
+    """How many counts and held bytes are as calculated, by kind of world."""
+    counted = measured.collectives.dropna(subset=["expected_calls"])
+    same = (counted["calls"] == counted["expected_calls"]) & (
+        counted["payload_bytes"] == counted["expected_payload_bytes"]
+    )
+    memory = measured.memory.dropna(subset=["expected_bytes"])
+    held = memory[memory["category"].str.startswith(HELD)]
+    is_equal = held["bytes"] == held["expected_bytes"]
     rows = []
-    for world in sorted(measured.trials["world"].unique(), key=_place):
-        trials = measured.trials[measured.trials["world"] == world]
-        counted = measured.collectives[measured.collectives["world"] == world].dropna(
-            subset=["expected_calls"]
-        )
-        memory = measured.memory[measured.memory["world"] == world].dropna(
-            subset=["expected_bytes"]
-        )
-        held = memory[memory["category"].str.startswith(HELD)]
-        same = (counted["calls"] == counted["expected_calls"]) & (
-            counted["payload_bytes"] == counted["expected_payload_bytes"]
-        )
+    for kind in KINDS.values():
+        trials = _of_kind(measured.trials, kind)
+        if trials.empty:
+            continue
+        models = ", ".join(sorted(set(trials["model"])))
+        sizes = ", ".join(str(size) for size in sorted(set(trials["world_size"])))
+        of_kind = _of_kind(counted, kind).index
+        held_of_kind = _of_kind(held, kind).index
         rows.append(
             (
-                str(world),
+                f"{kind}, {models}, W = {sizes}",
                 str(len(trials)),
-                f"{int(same.sum())} of {len(counted)}",
-                f"{int((held['bytes'] == held['expected_bytes']).sum())} of {len(held)}",
+                f"{int(same[of_kind].sum())} of {len(of_kind)}",
+                f"{int(is_equal[held_of_kind].sum())} of {len(held_of_kind)}",
             )
         )
     return [
         *markdown_table(
-            ("world", "cells", "operations with equal calls and bytes", "held bytes equal"), rows
+            ("worlds", "cells", "operations with equal calls and bytes", "held bytes equal"), rows
         ),
-        "Held: parameters, gradients, optimizer state and communication buffers between two micro-batches, each to the "
-        "byte, padding of uneven shards included; with N = 1 there is no such moment. The reference, one process, is "
+        "Held are parameters, gradients, optimizer state and communication buffers between two micro-batches, to the "
+        "byte, with the padding of uneven shards. With N = 1 there is no such moment. The reference, one process, is "
         "among the cells and has no formulas.",
         "",
     ]
+
+
+def _of_kind(frame: pd.DataFrame, kind: str) -> pd.DataFrame:
+    """The rows of worlds of one kind."""
+    return frame[frame["world"].str.startswith(f"{kind}, ")]
 
 
 def _peaks(errors: pd.DataFrame) -> list[str]:
@@ -193,11 +205,11 @@ def _peaks(errors: pd.DataFrame) -> list[str]:
     return [
         "## Predicted peaks against exact ones",
         "",
-        "What `predict` says of a rank's peak is a closed form in which nothing is fitted, for models that fill a GPU "
-        "(`bench/forecast/footprint.py`); it omits tensors of a few tokens, which matter in the tiny one. The exact "
-        "peak is that of all that lives but for what the bench itself holds (the tokens of all windows) and the "
-        "model's buffers. Cells of the tiny model are those above; larger ones spread over backends, N, W, precision, "
-        "lengths and checkpointing, each measured on fake tensors, as by `predict --exact`, and DDP on real ones.",
+        "`predict` calculates the peak of a rank by a closed form in which nothing is fitted "
+        "([footprint.py](../bench/forecast/footprint.py)). It omits tensors of a few tokens, which matter in the tiny "
+        "model. The exact peak is that of all live tensors but the bench's own (the tokens of all windows) and the "
+        "model's buffers. Cells of the tiny model are those above. The others spread over backends, N, W, precision, "
+        "lengths and checkpointing, on fake tensors as by `predict --exact`; DDP's are on real ones.",
         "",
         *markdown_table(
             ("model", "cells", *(f"within {100 * limit:g} %" for limit in LIMITS), "farthest"), rows
@@ -212,13 +224,17 @@ def _collectives(measured: Measured) -> list[str]:
     sent: dict[str, dict[int, list[str]]] = {}
     for row in rows_of(shown.sort_values(["backend", "op", "dtype", "group"])):
         texts = sent.setdefault(str(row["backend"]), {n: [] for n in factors})
-        texts[row["accumulate"]].append(_amount(row))
+        if row["payload_bytes"] >= LEAST_SHOWN:
+            texts[row["accumulate"]].append(_amount(row))
     rows = _merged((backend, *map("<br>".join, by_n.values())) for backend, by_n in sent.items())
     return [
         f"## Collectives of one optimizer step, W = {SHOWN_WORLD}",
         "",
         "Calls, operation and MiB of payload: the whole tensor, which each rank of the group has after a gather or "
-        "before a reduction. fp32 unless said. HSDP has two replicas.",
+        "before a reduction. fp32 unless said. HSDP has two replicas. Operations below 0.05 MiB are left out: DDP's "
+        "broadcast of buffers, norms (ZeRO-3, torchtitan, HF Trainer with FSDP2), counts of tokens (torchtitan, HF "
+        "Trainer), and an integer that Lightning broadcasts in each micro-batch. "
+        "[collectives.parquet](../results/bytes/collectives.parquet) has them, and all other worlds.",
         "",
         *markdown_table(("backend", *(f"N = {n}" for n in factors)), rows),
     ]
@@ -239,8 +255,7 @@ def _amount(row: Mapping[str, Any]) -> str:
     size = row["payload_bytes"] / MIB
     dtype = "" if row["dtype"] == "float32" else f" of {row['dtype']}"
     ranks = "" if row["group"] == RankGroup.WORLD else f" ({row['group']})"
-    amount = f"{size:.1f}" if size >= 0.05 else "<0.1"
-    return f"{row['calls']} {row['op']}{dtype}{ranks} {amount}"
+    return f"{row['calls']} {row['op']}{dtype}{ranks} {size:.1f}"
 
 
 def _held(measured: Measured) -> list[str]:
@@ -259,12 +274,12 @@ def _held(measured: Measured) -> list[str]:
     return [
         f"## Gradients held between micro-batches, N = {SHOWN_N}, MiB per rank",
         "",
-        "Where gradients are sharded, eager sync holds a shard of them (ZeRO-2 in fp32: each parameter that overlaps "
-        "it, whole), deferred sync all of them (and DeepSpeed's ZeRO-3 a shard besides), however many ranks there are: "
-        "that is the price of one reduction per step instead of N. HSDP that defers the all-reduce "
-        "alone holds a shard. DDP shards nothing: it holds all of them, and under deferred sync twice: unreduced sums, "
-        "and the buckets, of which reduced gradients are views. On one rank Accelerate defers nothing under DDP. HF "
-        "Trainer's DDP has no views, and its buckets count as communication.",
+        "Where gradients are sharded, a rank holds its shard of them under eager sync (ZeRO-2 in fp32: each parameter "
+        "that overlaps the shard, whole). Under deferred sync it holds all of them, whatever W, and in DeepSpeed's "
+        "ZeRO-3 a shard besides: the price of one reduction per step instead of N. HSDP that defers the all-reduce "
+        "alone holds a shard. DDP shards nothing. It holds all gradients, and under deferred sync twice: unreduced "
+        "sums, and the buckets of which reduced gradients are views. HF Trainer's DDP has no views, and its buckets "
+        "count as communication. On one rank Accelerate defers nothing under DDP.",
         "",
         *markdown_table(("backend", *worlds), _merged(rows)),
     ]
@@ -294,13 +309,13 @@ def _offload() -> list[str]:
     return [
         f"## Offload: {cell.model} on {cell.world_size} GPUs, N = {cell.accumulate}, GiB per rank",
         "",
-        "By formula (`bench/judge/offload.py`). Trials of small models over a stub of CUDA, with DeepSpeed and "
-        "torch as they are, hold and copy the same to the byte (`tests/cuda/test_offload.py`); no GPU has been "
-        "measured. `dev` is held on the device between micro-batches, `host` on the host; pinned is a part of the"
-        " latter, and torch rounds each pinned tensor up to a power of two. The last two columns are copied in an"
-        " optimizer step. FSDP2 copies shards in fp32 whatever the precision; ZeRO-3 writes and fetches its sums "
-        "in every micro-batch. On the CPU the device is the host: nothing is copied between them, ZeRO holds both"
-        " sides, and FSDP2 what it does without.",
+        "By formula ([offload.py](../bench/judge/offload.py)); not measured on a GPU. Trials of small models over a "
+        "stub of CUDA, with DeepSpeed and torch as they are, hold and copy the same to the byte "
+        "([test_offload.py](../tests/cuda/test_offload.py)). `dev` is held on the device between micro-batches and "
+        "`host` on the host. *Pinned* is a part of `host`; torch rounds each pinned tensor up to a power of two. The "
+        "last two columns are copied in an optimizer step. FSDP2 copies shards in fp32 whatever the precision. ZeRO-3 "
+        "writes and fetches its sums in every micro-batch. On a CPU the device is the host: nothing is copied between "
+        "them, ZeRO holds both sides, and FSDP2 what it holds without offload.",
         "",
         *markdown_table(
             (
@@ -320,22 +335,35 @@ def _large(measured: Measured) -> list[str]:
     memory = measured.memory.pivot_table(
         index="cell_id", columns="category", values="bytes", aggfunc="max"
     )
-    rows, gradients = [], {}
+    gradients: dict[tuple[int, str], float] = {}
+    texts: dict[str, dict[int, str]] = {}
     for trial in fake.sort_values(["world_size", "backend"]).to_dict("records"):
         held = memory.loc[trial["cell_id"]]
         gradients[trial["world_size"], trial["backend"]] = held["held_gradients"]
         sizes = (
             held[f"held_{use}"] / GIB for use in ("parameters", "gradients", "optimizer_state")
         )
-        rows.append(
-            (
-                trial["backend"],
-                str(trial["world_size"]),
-                str(trial["accumulate"]),
-                *(f"{s:.2f}" for s in sizes),
-            )
-        )
-    lines = []
+        of_worlds = texts.setdefault(trial["backend"], {})
+        of_worlds[trial["world_size"]] = ", ".join(f"{size:.2f}" for size in sizes)
+    worlds = sorted(set(fake["world_size"]))
+    rows = [
+        (backend, *(of_worlds.get(world, "-") for world in worlds))
+        for backend, of_worlds in texts.items()
+    ]
+    (model,), (n,) = set(fake["model"]), set(fake["accumulate"])
+    return [
+        f"## At scale: {model}, fake tensors, GiB held per rank",
+        "",
+        f"Parameters, gradients and optimizer state, N = {n}:",
+        "",
+        *markdown_table(("backend", *(f"W = {world}" for world in worlds)), rows),
+        *_unsharded(fake, gradients),
+    ]
+
+
+def _unsharded(fake: pd.DataFrame, gradients: Mapping[tuple[int, str], float]) -> list[str]:
+    """How much more gradients FSDP2 holds deferred than eager, and whether that follows from the formula."""
+    worlds, more, due, held = [], [], [], []
     for world_size in sorted({w for w, _ in gradients}):
         pair = [gradients.get((world_size, name)) for name in ("fsdp2-deferred", "fsdp2-eager")]
         if pair[0] is None or pair[1] is None:
@@ -344,23 +372,21 @@ def _large(measured: Measured) -> list[str]:
         layout = layout_of(cell)
         assert layout is not None, "fake tensors are of shipped models"
         whole = 4 * layout.num_parameters
-        lines.append(
-            f"- W = {world_size}: deferred holds {(pair[0] - pair[1]) / GIB:.4f} GiB more than eager; 4P(1 - 1/W), "
-            f"without the padding of shards, is {whole * (1 - 1 / world_size) / GIB:.4f} GiB."
-        )
-    deferred = {
-        w: size for (w, name), size in sorted(gradients.items()) if name == "fsdp2-deferred"
-    }
-    if len(deferred) > 1:
-        held = ", ".join(f"{size / GIB:.4f} GiB at W = {w}" for w, size in deferred.items())
-        shrinks = "does not shrink" if len(set(deferred.values())) == 1 else "changes"
-        lines.append(f"- What deferred holds {shrinks} with W: {held}.")
-    model = ", ".join(sorted(set(fake["model"])))
+        worlds.append(str(world_size))
+        more.append(f"{(pair[0] - pair[1]) / GIB:.4f}")
+        due.append(f"{whole * (1 - 1 / world_size) / GIB:.4f}")
+        held.append(f"{pair[0] / GIB:.4f}")
+    if not worlds:
+        return []
+    formula = "as 4P(1 - 1/W) says without the padding of shards"
+    if more != due:
+        formula = f"and 4P(1 - 1/W), without the padding of shards, is {', '.join(due)}"
+    at_each = ", ".join(held)
+    if len(set(held)) == 1:
+        at_each = f"{held[0]} at each W"
     return [
-        f"## At scale: {model}, fake tensors, GiB held per rank",
-        "",
-        *markdown_table(("backend", "W", "N", "parameters", "gradients", "optimizer state"), rows),
-        *lines,
+        f"At W = {', '.join(worlds)} `fsdp2-deferred` holds {', '.join(more)} GiB more gradients than `fsdp2-eager`, "
+        f"{formula}. It holds {at_each}.",
         "",
     ]
 
@@ -372,15 +398,15 @@ def _accumulation(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         dict.fromkeys(e["accumulate"] for row in rows for e in row.get("errors", ()) if e)
     )
     factors = [n for n in factors if n in SHOWN_SUMS]
-    found = []
+    precisions: dict[tuple[str, ...], list[str]] = {}
     without: dict[str, list[str]] = {}
     for row in rows:
         if row.get("reason"):
             without.setdefault(row["reason"], []).append(f"{row['backend']} in {row['precision']}")
         errors = {e["accumulate"]: f"{e['error']:.1e}" for e in row.get("errors", ()) if e}
-        found.append(
-            (row["backend"], row["precision"], row["dtype"], *(errors.get(n, "-") for n in factors))
-        )
+        told = (row["backend"], row["dtype"], *(errors.get(n, "-") for n in factors))
+        precisions.setdefault(told, []).append(row["precision"])
+    found = [(told[0], ", ".join(names), *told[1:]) for told, names in precisions.items()]
     return [
         "## In which dtype gradients are summed",
         "",
@@ -403,3 +429,5 @@ def written(runs: Sequence[Run]) -> str:
 
 if __name__ == "__main__":
     (ROOT / DOCS).write_text(written([load(ROOT / run) for run in RUNS]), encoding="utf-8")
+    compared = published_peaks.compared()
+    (ROOT / published_peaks.COMPARED).write_text(compared, encoding="utf-8")

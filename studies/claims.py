@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.tabular import markdown_table
 from studies import ROOT, judges_lightning, judges_torch
 from studies.measured import EXCEPT, ONLY, PROBES, Measured
 
@@ -22,7 +21,7 @@ DOCS = ROOT / "docs" / "claims.md"
 ROWS = Path(__file__).with_suffix(".toml")
 CLAIMS: Mapping[str, Sequence[Mapping[str, Any]]] = tomllib.loads(ROWS.read_text(encoding="utf-8"))
 MOST_WORDS = 80
-"""Of a cell."""
+"""Of what was measured."""
 PACKAGES = ("torch", "lightning", "deepspeed", "transformers", "accelerate", "torchtitan")
 
 
@@ -41,27 +40,22 @@ def page(m: Measured) -> str:
     lines = [
         "# Claims about gradient accumulation",
         "",
-        "Claims that articles, documentation and threads make, held against measurements. `nox -s results -- claims` "
-        "computes each verdict that has numbers beside it, and writes this page. *True only* and *true, except* are "
-        "said where the other cases were measured; *not measured* is no verdict. What is said of memory and bytes "
-        "holds for the small model that was measured and, by formula, for 8b on 8 ranks, or says where not. N is the "
-        "number of micro-batches in a window, NB that of an epoch. Other versions may do otherwise: measure yours with "
-        "the commands below, and a script of your own with [`python -m bench audit`](audit.md).",
+        "Claims of articles, documentation and threads, held against measurements. `nox -s results -- claims` writes "
+        "this page and computes each verdict that has numbers beside it. *True only* and *true, except* are said "
+        "where the other cases were measured; *not measured* is a verdict of its own. Memory and bytes are those of a "
+        "model of 3.1 M parameters on CPUs and, by formula, of 8b on 8 ranks, unless an entry says otherwise. N is "
+        "the number of micro-batches in a window, NB that of an epoch. Other versions may do otherwise: measure yours "
+        "with the commands below, and a script of your own with [`python -m bench audit`](audit.md). Each entry ends "
+        "with what measured it.",
     ]
     for topic, claims in CLAIMS.items():
-        rows = []
+        lines += ["", f"## {topic}", ""]
         for row in claims:
             verdict, text = answer(row, m)
-            sources = ", ".join(f"[source]({url})" for url in row["source"])
-            claim = f"{row['claim']} ({sources})" if sources else row["claim"]
             assert len(text.split()) <= MOST_WORDS, f"{row['judge']}: {len(text.split())} words"
-            rows.append((claim, f"**{verdict}**", text, ", ".join(row["by"])))
-        lines += [
-            "",
-            f"## {topic}",
-            "",
-            *markdown_table(("claim, and who makes it", "verdict", "measured", "by"), rows)[:-1],
-        ]
+            sources = ", ".join(f"[source]({url})" for url in row["source"]) or "no source"
+            by = ", ".join(row["by"])
+            lines.append(f"- *{row['claim']}* ({sources}) **{verdict}**: {text} ({by})")
     return "\n".join(
         [
             *(*lines, "", "## Measured by", ""),
@@ -70,12 +64,11 @@ def page(m: Measured) -> str:
             "--drop-last`.",
             "- throughput: `python -m bench throughput --out results/throughput`: [every point]"
             f"(../results/throughput/throughput.md), with Lightning {rates['lightning']} and torch {rates['torch']}.",
-            "- versions: `nox -s versions`: [versions](versions.md), one environment for each version.",
-            "- weights: `nox -s versions -- --weights`: [weights](versions.md#deepspeeds-engine-in-a-loop), one "
-            "environment for each version.",
-            "- run, popular, curves: `results/cpu`, `results/popular` and `results/curves`, 2 ranks of a CPU, model of "
-            "3.1 M parameters: `python -m bench report results/cpu`.",
-            "- links: [three rates between two hosts](../results/links/links.md): `python -m studies.links`.",
+            "- versions, weights: `nox -s versions` and `nox -s versions -- --weights`, one environment for each "
+            "version: [behaviour](versions.md), [weights](versions.md#deepspeeds-engine-in-a-loop).",
+            "- run, popular, curves: `results/cpu`, `results/popular` and `results/curves`, two ranks of a CPU: "
+            "`python -m bench report results/cpu`.",
+            "- links: `python -m studies.links`: [three rates between two hosts](../results/links/links.md).",
             "- objections: `python -m studies.objections`: [settings](settings.md).",
             f"- probes: `python -m studies.claims --probes`, with {m.probes['versions']}.",
             "- stub: `python -m tests.cuda.plain_zero3 STUB`: two GPUs that are not there, whose "

@@ -15,6 +15,7 @@ PATTERNS = (
     "deepspeed-*-eager",
     "deepspeed-zero2-*",
     "deepspeed-zero3-*",
+    "deepspeed-zero?-offload",
     "fsdp2-*",
     "fsdp2*-deferred",
     "fsdp2*-eager",

@@ -144,12 +144,13 @@ def small_last_batch(m: Measured) -> Judged:
     return only(kept > dropped == 1 and weight < 1, true(weight == 1)), numbers
 
 
-NO_STEP = {
-    *(f"deepspeed-zero{stage}-{rest}eager" for stage in (2, 3) for rest in ("", "defaults-")),
-    *(f"lightning-deepspeed-zero{stage}{rest}" for stage in (2, 3) for rest in ("", "-corrected")),
-    "torchtitan-eager",
-}
-"""Backends that make no update of a partial window: DeepSpeed's engine where it counts, and torchtitan's loop."""
+TITAN = "torchtitan-eager"
+
+
+def _waits(backend: str) -> bool:
+    """Whether a partial window is left to DeepSpeed's engine, alone or under Lightning, or to torchtitan's loop."""
+    of_engine = backend.startswith(("deepspeed-", "lightning-deepspeed-"))
+    return backend == TITAN or (of_engine and not backend.endswith("-deferred"))
 
 
 def last_window(m: Measured) -> Judged:
@@ -159,8 +160,9 @@ def last_window(m: Measured) -> Judged:
     )
     mixed = m.mixed("partial-window", "deepspeed-zero2-eager")
     weight = min(m.weights("partial-window", PLAIN))
+    waiting = set(filter(_waits, m.backends_of("partial-window")))
     without = set(m.without_step("partial-window", 6))
-    return only(without == NO_STEP and mixed > 0, true(ddp < 6)), {
+    return only(without == waiting and mixed > 0, true(ddp < 6)), {
         "ddp": ddp,
         "engine": engine,
         "mixed": mixed,

@@ -24,41 +24,52 @@ PACKAGES = {
 }
 INTRODUCTION = """# Known-bad versions
 
-Versions of frameworks that accumulate gradients otherwise than their settings say. Each was measured here on the \
+Versions of frameworks that accumulate gradients otherwise than their settings say. Each defect was measured on the \
 CPU over gloo with a small program that needs nothing of the bench: its *reproducer*. `python -m bench doctor` and \
 `lint` compare what is installed with this list, and `audit` what a training uses.
 
-An update is **silently wrong** where nothing but its size tells. Where a range ends at a version that was not \
-measured, its source was read. Written by `python -m studies.known_bad_page` from \
+Unless an entry says otherwise, it is silently wrong: training goes on without an error, while updates are wrong by \
+the rule of [semantics](semantics.md). A range begins at the oldest bad version that was measured. It ends where a \
+version was measured to be right or its source was read; `<=`, and `<2.14` of torch, end at the newest version that \
+was measured, and later ones may be bad too. Written by `python -m studies.known_bad_page` from \
 [advisories.toml](../bench/audit/advisories.toml), which has each cause, and each measured version with its result \
 and date; `nox -s versions -- --weights deepspeed==0.18.9` measures a version again.
 """
-COLUMNS = ("versions", "defect", "where", "what to do", "more")
-LEVELS = {"error": "silently wrong", "warning": "stops or misinforms", "note": "to know"}
+LEVELS = {"error": "", "warning": "*stops or misinforms*: ", "note": "*to know*: "}
+"""What is said before a defect, by its level."""
 
 
 def page(advisories: Sequence[Advisory]) -> str:
-    """A table of each package."""
+    """A list of each package, below the conditions that all its entries have."""
     lines = [INTRODUCTION]
     for package, name in PACKAGES.items():
-        rows = [entry(advisory) for advisory in advisories if advisory.package == package]
-        lines += [f"## {name}", "", *markdown_table(COLUMNS, rows)]
+        own = [advisory for advisory in advisories if advisory.package == package]
+        shared: dict[str, Wanted] = {}
+        if len(own) > 1:
+            shared = {
+                key: wanted
+                for key, wanted in own[0].condition.items()
+                if all(advisory.condition.get(key) == wanted for advisory in own)
+            }
+        lines += [f"## {name}", ""]
+        if shared:
+            lines += [f"In all entries: {conditions(shared)}.", ""]
+        lines += [*(entry(advisory, shared) for advisory in own), ""]
     return "\n".join(lines)
 
 
-def entry(advisory: Advisory) -> list[str]:
-    """What is known of one defect, in the order of ``COLUMNS``."""
+def entry(advisory: Advisory, shared: Mapping[str, Wanted]) -> str:
+    """What is known of one defect as a list item, without the conditions that all entries share."""
     found = versions(advisory.affected)
     for name, needed in advisory.beside.items():
         found += f" with {PACKAGES[name]} {versions(needed)}"
-    defect = f"**{LEVELS[advisory.level]}**: {advisory.title}; {advisory.effect}"
-    return [
-        f'<a id="{advisory.id}"></a>{found}',
-        defect,
-        conditions(advisory.condition),
-        advisory.remedy,
-        ", ".join(links(advisory)),
-    ]
+    own = {key: wanted for key, wanted in advisory.condition.items() if key not in shared}
+    newer = f"use {PACKAGES[advisory.package]} {advisory.fixed_in} or newer"
+    remedy = advisory.remedy.replace(newer, "upgrade")
+    return (
+        f'- <a id="{advisory.id}"></a>**{found}**: {LEVELS[advisory.level]}{advisory.title}; {advisory.effect}. '
+        f"*Where*: {conditions(own)}. *Remedy*: {remedy}. {', '.join(links(advisory))}"
+    )
 
 
 def links(advisory: Advisory) -> Iterator[str]:
@@ -66,7 +77,7 @@ def links(advisory: Advisory) -> Iterator[str]:
     yield f"[reproducer](../{advisory.reproducer})"
     if advisory.issue:
         yield f"[report]({advisory.issue})"
-    if advisory.fix:
+    if advisory.fix and advisory.fix != advisory.issue:
         yield f"[change]({advisory.fix})"
     if (UPSTREAM / f"{advisory.id}.md").exists():
         yield f"[to file](upstream/{advisory.id}.md)"
@@ -97,16 +108,15 @@ def conditions(condition: Mapping[str, Wanted]) -> str:
 
 
 def wish(wanted: Wanted) -> str:
-    words = []
-    if wanted.values:
-        words.append(" or ".join(str(value).lower() for value in wanted.values))
+    words = list(dict.fromkeys(str(value).lower() for value in wanted.values))
     if wanted.least is not None:
-        words.append(f"at least {wanted.least:g}")
+        words.append(f">= {wanted.least:g}")
     if wanted.present:
         words.append("set")
     if wanted.unset:
         words.append("not set")
-    return " or ".join(words)
+    *others, last = words
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def report(advisory: Advisory, words: Mapping[str, str]) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from bench.formatting import plural
-from bench.judge.statistics import MIN_TRIALS, Interval
+from bench.judge.statistics import MIN_TRIALS
 from bench.judge.verdicts import Verdict
 from bench.plan.schedule import Ended
 from bench.tabular import markdown_table
@@ -39,7 +37,12 @@ class Results:
 
 def percent(value: Any) -> str:
     """A share in per cent with one decimal."""
-    return f"{100 * value:.1f} %"
+    return f"{number(value)} %"
+
+
+def number(value: Any) -> str:
+    """The same without the sign, for tables that have it in their heading."""
+    return f"{100 * value:.1f}"
 
 
 def page(results: Results, command: str, known: Sequence[Known], planted: Sequence[Known]) -> str:
@@ -56,7 +59,6 @@ def page(results: Results, command: str, known: Sequence[Known], planted: Sequen
         *_rates(results),
         *_real(known, planted),
         *pairing.section(),
-        *_in_turns(),
         *_rivals(results.rivals),
         *_methods(results),
     ]
@@ -72,57 +74,40 @@ def _other_days(results: Results) -> list[str]:
     rows = [
         (
             f"{row['runs']} ({row['way']})",
-            percent(row["false"]),
-            percent(row["false faster"]),
-            percent(row["coverage"]),
-            percent(row["next"]),
-            percent(row["width"]),
+            number(row["false"]),
+            number(row["false faster"]),
+            number(row["coverage"]),
+            number(row["next"]),
+            number(row["width"]),
         )
         for row in results.pools.to_dict("records")
     ]
     head = (
         "runs",
-        "any false difference",
-        "any false faster",
-        "true ratio",
-        "next run",
-        "median width",
+        "any false difference, %",
+        "any false faster, %",
+        "true ratio, %",
+        "next run, %",
+        "median width, %",
     )
     return [
         "## On another day",
         "",
-        f"Kept are {spread['runs']} runs on {spread['cpu']}, {spread['cores']} cores: {kept} (earlier runs of `cpu` "
-        f"with other cells, in results/pool/older.csv). Between runs, a ratio has a standard deviation of "
-        f"{100 * spread['of_ratios']:.1f} %, and the step time of a cell one of {100 * spread['of_times']:.0f} %: the "
-        f"whole machine is faster on some days. Of {pairs} ratios that were measured again in another run, "
-        f"{percent(outside / pairs)} are outside the first run's 95 % interval, and {percent(beyond / pairs)} farther "
-        "away than the reports of a single run say of other days.",
+        f"{spread['runs']} runs on {spread['cpu']}, {spread['cores']} cores, are kept: {kept} (earlier runs of `cpu` "
+        "with other cells, [older.csv](../results/pool/older.csv)). Between runs, a ratio has a standard deviation of "
+        f"{100 * spread['of_ratios']:.1f} %, and the step time of a cell one of {100 * spread['of_times']:.0f} %. Of "
+        f"{pairs} ratios that were measured again in another run, {percent(outside / pairs)} are outside the first "
+        f"run's 95 % interval, and {percent(beyond / pairs)} are farther away than the report of a single run allows "
+        "for other days.",
         "",
-        f"{results.num_pools:,} pools per row are simulated from these runs; all cells are equally fast. What makes "
-        "runs differ is normal, with the covariance of the kept runs, or resampled from them, with a random sign. The "
-        "interval of one run is over its blocks, which is too narrow for other days; of more runs it is over runs. "
-        "*True ratio* and *next run* are the shares of intervals that contain it. From three runs on, the next run has "
-        "an interval of its own.",
+        f"Each row is {results.num_pools:,} pools that are simulated from these runs, with cells that are equally "
+        "fast. What makes runs differ is normal, with the covariance of the kept runs, or resampled from them with a "
+        "random sign. The interval of one run is over its blocks, that of several over runs; of several, the next run "
+        "has an interval of its own. *True ratio* and *next run* are the shares of intervals that contain it.",
         "",
         f"Targets: {'; '.join(pools.TARGETS)}.",
         "",
         *markdown_table(head, rows),
-    ]
-
-
-def _in_turns() -> list[str]:
-    """What the spreads of cells in turn consist of: the noise of a block, and its length."""
-    idle = json.loads(pairing.RESULTS.read_text(encoding="utf-8"))["idle"]
-    apart, turns = (
-        statistics.mean(each["seconds"] for each in pairing._of(name, idle))
-        for name in pairing.TIMED
-    )
-    noise = pairing._gain("turns", idle) * math.sqrt(apart / turns)
-    return [
-        "A spread counts what a block costs. On the idle machine, the standard deviation of a block's log ratio is "
-        f"{noise:.2f} times as large in turns as apart, but a block takes {turns:.0f} s instead of {apart:.0f} s. Part "
-        "of that time goes into starting a second process group for each cell.",
-        "",
     ]
 
 
@@ -131,38 +116,38 @@ def _rates(results: Results) -> list[str]:
     rows = [
         (
             study.name(row),
-            percent(row["false"]),
-            *(percent(row[f"power {name}"]) for name in names),
-            percent(row["coverage"]),
-            percent(row["same 1 %"]),
-            percent(row["width"]),
+            number(row["false"]),
+            *(number(row[f"power {name}"]) for name in names),
+            number(row["coverage"]),
+            number(row["width"]),
         )
         for row in results.rates.to_dict("records")
     ]
     spread = ", ".join(f"{100 * noise.deviation:.2g} % in {noise.name}" for noise in results.noises)
-    found = [f"{name} found" for name in names]
-    head = ("noise", "any false difference", *found, "coverage", "same at 1 %", "median width")
+    found = [f"{name} found, %" for name in names]
+    head = ("noise", "any false difference, %", *found, "coverage, %", "median width, %")
     lost = max(
         (results.rates[f"t {name}"] - results.rates[f"power {name}"]).max() for name in names
     )
     return [
         "## Within one run",
         "",
-        f"{results.reports} reports per row are made by resampling the blocks of committed runs, {BLOCKS} consecutive "
-        "ones at a time, with all their cells: bursts, drift and two modes are in them as measured. `cpu` and "
-        "`popular` are those runs, `noise` is one small cell on a noisy machine. A block's log ratio has a standard "
-        f"deviation of {spread}. The first row of each has as many blocks as its run, or as the shortest of "
-        "noise; the last row has those of `quick`.",
+        f"Each row is {results.reports} reports that are made by resampling the blocks of committed runs, {BLOCKS} "
+        "consecutive ones at a time with all their cells, so that bursts, drift and two modes are as measured. `cpu` "
+        "and `popular` are those runs, `noise` is one small cell on a noisy machine. The standard deviation of a "
+        f"block's log ratio is {spread}. The first row of each has as many blocks as its run, or as the shortest of "
+        "noise; the last row has those of `quick`. All cells of a report are equally fast, or all are slower than the "
+        "baseline by the same share.",
         "",
-        f"Targets: {'; '.join(study.TARGETS)}. All cells of a report "
-        "are equally fast, or all are slower than the baseline by the same share. A verdict is a paired t-test on "
-        "logarithms with Holm's correction; where the A/A pair is off there is none. That "
-        f"costs at most {max(0.0, 100 * lost):.1f} points of power. A share near 5 % has a standard error "
-        f"of {100 * (0.05 * 0.95 / results.reports) ** 0.5:.1f} points.",
+        "A verdict is faster or slower if the interval excludes 1 and the p-value of a paired t-test on logarithms, "
+        "adjusted by Holm, is below 5 %. Where the A/A pair is off there is no verdict, which costs at most "
+        f"{max(0.0, 100 * lost):.1f} points of power. At most {percent(results.rates['same 1 %'].max())} of "
+        "comparisons are called the same within 1 %. A share near 5 % has a standard error of "
+        f"{100 * (0.05 * 0.95 / results.reports) ** 0.5:.1f} points.",
+        "",
+        f"Targets: {'; '.join(study.TARGETS)}.",
         "",
         *markdown_table(head, rows),
-        "A verdict is faster or slower if the interval excludes 1 and Holm's adjusted p-value is below 5 %.",
-        "",
     ]
 
 
@@ -174,14 +159,12 @@ def _real(known: Sequence[Known], planted: Sequence[Known]) -> list[str]:
     return [
         "## On real trials",
         "",
-        f"{len(known)} runs on {machine.cpu}, {machine.cores} cores (results/noise). Each holds `ddp-deferred` on one "
-        "rank three times, as itself, as its A/A twin and as a third that is compared, and once more with a sleep of "
-        f"{100 * DELAY:g} % per step, until intervals were narrower than {100 * budget.precision:g} % or, as in "
-        f"{late}, {budget.budget_s:g} s had passed. One rank was chosen because two ranks on two virtual cores have "
-        f"two modes, a factor of 1.5 apart, for as long as a process lives. {_found(known)}",
-        "",
-        *_table(known),
-        "### In the published design",
+        f"{len(known)} runs on {machine.cpu}, {machine.cores} cores ([trials](../results/noise/trials.csv)). Each "
+        "holds `ddp-deferred` on one rank three times, as itself, as its A/A twin and as a third that is compared, "
+        f"and once more with a sleep of {100 * DELAY:g} % per step, until intervals were narrower than "
+        f"{100 * budget.precision:g} % or, as in {late}, {budget.budget_s:g} s had passed. One rank was chosen, since "
+        "two ranks on two virtual cores have two modes, a factor of 1.5 apart, for as long as a process lives. "
+        f"{_found(known)}",
         "",
         *_published(planted),
     ]
@@ -189,13 +172,11 @@ def _real(known: Sequence[Known], planted: Sequence[Known]) -> list[str]:
 
 def _published(planted: Sequence[Known]) -> list[str]:
     cell, settings = planted[0].slower.b, planted[0].run.manifest.settings
-    shortest = f"; each had {settings.budget_s:g} s"
     return [
-        f"The same with two ranks, the model and batch of the matrix `cpu`, N = {cell.accumulate} and "
-        f"{cell.timed_windows} timed windows: {plural(len(planted), 'run')} (results/planted){shortest}. "
-        f"{_found(planted)}",
+        f"The same in the published design, two ranks with the model and batch of the matrix `cpu`, N = "
+        f"{cell.accumulate} and {cell.timed_windows} timed windows, {settings.budget_s:g} s each "
+        f"([trials](../results/planted/trials.csv)): {plural(len(planted), 'run')}. {_found(planted)}",
         "",
-        *_table(planted),
     ]
 
 
@@ -209,20 +190,23 @@ def _found(known: Sequence[Known]) -> str:
     )
     times = [item.slower.time for item in known if item.slower.time is not None]
     if not times:
-        return f"The machine was busy, so no times of theirs are compared.{real} It is to be run again."
+        return f"Not measured: the machine was busy, so no times are compared.{real}"
+    itself = [item.same.time.ratio for item in known if item.same.time is not None]
+    ratios = [time.ratio for time in times]
     same = Counter(item.same.verdict for item in known)
     slower = Counter(item.slower.verdict for item in known)
     words = (
         "Compared with itself, the cell was called faster or slower in "
-        f"{same[Verdict.FASTER] + same[Verdict.SLOWER]} of {len(known)}. With the sleep it was called slower in "
-        f"{slower[Verdict.SLOWER]}, ambiguous in {slower[Verdict.AMBIGUOUS]}, and faster or the same in "
-        f"{slower[Verdict.FASTER] + slower[Verdict.SAME]}; the geometric mean of the ratios is "
-        f"{statistics.geometric_mean(time.ratio for time in times):.3f}."
+        f"{same[Verdict.FASTER] + same[Verdict.SLOWER]} of {len(known)} (ratios from {min(itself):.3f} to "
+        f"{max(itself):.3f}). With the sleep it was called slower in {slower[Verdict.SLOWER]}, ambiguous in "
+        f"{slower[Verdict.AMBIGUOUS]}, and faster or the same in {slower[Verdict.FASTER] + slower[Verdict.SAME]} "
+        f"(ratios from {min(ratios):.3f} to {max(ratios):.3f}, with a geometric mean of "
+        f"{statistics.geometric_mean(ratios):.3f})."
     )
     if not slept:
         return (
-            f"{words} What was really slept was not recorded then, so {1 + DELAY:g} is what was asked for, and the "
-            "cell may be slower after a sleep."
+            f"{words} What was really slept was not recorded, so {1 + DELAY:g} is what was asked for, and the cell "
+            "may be slower after a sleep."
         )
     due = 1 + statistics.mean(slept)
     held = sum(
@@ -232,41 +216,21 @@ def _found(known: Sequence[Known]) -> str:
     return f"{words}{real} The interval contains {due:.3f} in {held}."
 
 
-def _table(known: Sequence[Known]) -> list[str]:
-    rows = [
-        (
-            item.run.name,
-            str(item.run.tables.trials["repeat"].nunique()),
-            _interval(item.same.time),
-            _interval(item.slower.time),
-        )
-        for item in known
-    ]
-    header = ("run", "blocks", "itself", "with the sleep")
-    return markdown_table(header, rows)
-
-
-def _interval(found: Interval | None) -> str:
-    if found is None or found.low is None:
-        return "none"
-    return f"{found.ratio:.4f} ({found.low:.4f} to {found.high:.4f})"
-
-
 def _rivals(frame: pd.DataFrame) -> list[str]:
     names = [name for name in study.EFFECTS if name in frame]
+    about = {rule.name: rule.about for rule in RULES}
     rows = [
-        (row["rule"], str(row["trials"]), *(percent(row[n]) for n in names))
+        (row["rule"], about[row["rule"]], str(row["trials"]), *(number(row[n]) for n in names))
         for row in frame.to_dict("records")
     ]
     return [
         "## The rules of other tools on the same noise",
         "",
-        "How often each calls two cells different, with the noise of `cpu` and its steps; one comparison, interleaved "
-        "as here. The tools themselves run one cell after the other, so that drift enters too.",
+        "How often, in per cent, each rule calls two cells different, by their true difference, with the noise of "
+        "`cpu` and its steps; one comparison, interleaved as here. The tools themselves run one cell after the other "
+        "by default, so that drift enters too.",
         "",
-        *markdown_table(("rule", "trials", *(f"true difference: {name}" for name in names)), rows),
-        *(f"- {rule.name}: {rule.about}" for rule in RULES),
-        "",
+        *markdown_table(("tool", "rule", "trials", *names), rows),
     ]
 
 
@@ -279,20 +243,16 @@ def _methods(results: Results) -> list[str]:
     rows = [
         (
             f"**{name}**" if name == choices.OURS else str(name),
-            *(
-                f"{percent(held.loc[name, n])}, {percent(widths.loc[name, n])}"
-                for n in choices.SIZES
-            ),
+            *(f"{number(held.loc[name, n])}, {number(widths.loc[name, n])}" for n in choices.SIZES),
         )
         for name in held.index
     ]
     return [
         "## Which interval",
         "",
-        "Coverage and median width of 95 % intervals of a ratio that is 1, each the mean over the kinds of noise. The "
-        f"bench uses the one in bold, Student's t of the mean logarithm; fewer than {MIN_TRIALS} blocks give no "
-        "interval. The others are percentiles of bootstrapped means, and contain the true ratio less often than they "
-        "say where blocks are few.",
+        "Coverage and median width, in per cent, of 95 % intervals of a ratio that is 1, each the mean over the kinds "
+        f"of noise. The bench uses the one in bold, Student's t of the mean logarithm, from {MIN_TRIALS} blocks on. "
+        "The others are percentiles of bootstrapped means.",
         "",
         *markdown_table(("method", *(f"{n} blocks" for n in choices.SIZES)), rows),
     ]

@@ -33,7 +33,6 @@ from bench.launch.launcher import Launcher
 from bench.plan.cell import Cell, Device, Status
 from bench.plan.task import Spec
 from bench.run.trial_record import merge_ranks
-from bench.tabular import markdown_table
 from studies import ROOT
 from studies.overhead import in_turn
 
@@ -128,24 +127,15 @@ def interval(ratios: Sequence[float]) -> Interval:
     return ratio(Sample(ratios, blocks), Sample([1.0] * len(ratios), blocks))
 
 
-def _ends(of: Interval, digits: int = 3) -> str:
+def _ends(of: Interval) -> str:
     if of.low is None:
         return "no interval"
-    return f"{of.low:.{digits}f} to {of.high:.{digits}f}"
+    return f"{of.low:.3f} to {of.high:.3f}"
 
 
 def section() -> list[str]:
     """What was found, in Markdown."""
     found = json.loads(RESULTS.read_text(encoding="utf-8"))
-    columns, cells = ["cell"], dict[str, list[str]]()
-    for machine, design in itertools.product(MACHINES, TIMED):
-        of_design = _of(design, found[machine])
-        columns.append(f"{machine}, {design}")
-        for name, deviation in _spreads(of_design).items():
-            times = interval([each["ratios"][name] for each in of_design])
-            text = f"{times.ratio:.2f} ({_ends(times, 2)}), {deviation:.2f}"
-            cells.setdefault(name, []).append(text)
-    rows = [(name, *texts) for name, texts in sorted(cells.items())]
     blocks = ", ".join(f"{len(_of('apart', found[machine]))} {machine}" for machine in MACHINES)
     gains = [_gain("turns", found[machine]) for machine in MACHINES]
     together = statistics.geometric_mean(
@@ -155,6 +145,10 @@ def section() -> list[str]:
         interval([each["ratios"]["fsdp2-deferred"] for each in _of("turns", found[machine])])
         for machine in MACHINES
     )
+    apart, turns = (
+        statistics.mean(each["seconds"] for each in _of(design, found["idle"])) for design in TIMED
+    )
+    noise = gains[0] * math.sqrt(apart / turns)
     slowed = ratio(
         *(
             Sample([each["baseline_s"] for each in _of(design, found["idle"])])
@@ -168,26 +162,24 @@ def section() -> list[str]:
     return [
         "## Cells in turn",
         "",
-        f"In turns, a cell and the baseline's (`{BASELINE}`) train window by window in two process groups that swap "
-        "after half of the windows; apart, each trains by itself. Two cores, N = 2. The spread is the standard "
-        "deviation of a block's log ratio times the root of the block's seconds. "
-        f"The table has ratio (95 % interval) and spread; blocks: {blocks} in either design.",
+        "Apart, each cell trains by itself, as in a run. In turns, a cell and the baseline's "
+        f"(`{BASELINE}`) train window by window in two process groups that swap after half of the windows. Two cores, "
+        f"N = 2; blocks in either design: {blocks} ([pairing.json](pairing.json)). The spread is the standard "
+        "deviation of a block's log ratio times the root of the block's seconds, so it counts what a block costs.",
         "",
-        *markdown_table(columns, rows),
-        f"In turns, the spread is {gains[0]:.2f} times as large as apart on the idle machine, and {gains[1]:.2f} times "
-        "beside two programs that never wait (geometric means). Load changes the ratio itself, however cells are "
-        f"timed: in turns, `fsdp2-deferred` takes {busy.ratio:.2f} ({_ends(busy)}) times as long as `{BASELINE}` "
-        f"beside these programs, and {idle.ratio:.2f} ({_ends(idle)}) times without them. So the bench times cells "
-        "apart, and compares no times from a busy machine.",
+        f"In turns the spread is {gains[0]:.2f} times as large as apart on the idle machine, and {gains[1]:.2f} times "
+        "beside two programs that never wait (geometric means over cells). On the idle machine the standard deviation "
+        f"is {noise:.2f} times as large, but a block takes {turns:.0f} s instead of {apart:.0f} s, in part to start a "
+        "second process group for each cell. Cells that trained one after the other in the same processes, forwards "
+        f"and backwards, had {together:.2f} times the spread of cells apart (both machines, measured earlier).",
         "",
-        f"On the idle machine, the step of `{BASELINE}` beside a cell that waits is {slowed.ratio:.3f} times as long "
-        f"as alone ({_ends(slowed)}).",
+        f"Load changes the ratio itself: in turns, `fsdp2-deferred` takes {busy.ratio:.2f} ({_ends(busy)}) times as "
+        f"long as `{BASELINE}` beside these programs, and {idle.ratio:.2f} ({_ends(idle)}) times without them. So the "
+        "bench times cells apart, and compares no times from a busy machine.",
         "",
-        "Cells that train one after the other in the same processes, forwards and backwards, were measured earlier: "
-        f"the spread is {together:.2f} times as large as apart (both machines, geometric mean).",
-        "",
-        f"The baseline's cell in turn with itself, {len(twins)} intervals of {MIN_TRIALS} trials each on the idle "
-        f"machine: {hold} contain 1; the median width is {100 * width:.1f} %.",
+        f"On the idle machine the step of `{BASELINE}` beside a cell that waits is {slowed.ratio:.3f} "
+        f"({_ends(slowed)}) times as long as alone. In turn with itself, {hold} of {len(twins)} intervals of "
+        f"{MIN_TRIALS} trials each contain 1; their median width is {100 * width:.1f} %.",
         "",
         *_starts(**found["starts"]),
     ]
@@ -220,11 +212,11 @@ def _starts(seconds: Sequence[float], products: Sequence[float]) -> list[str]:
     found = pearsonr(steps, around)
     return [
         f"Two starts of the same cell differ. In another run, `{BASELINE}` was started {len(steps)} times alone on the "
-        f"idle machine (median step {statistics.median(seconds):.4f} s); before and after each start, two processes "
-        f"that never end multiplied {PRODUCTS} matrices. Over the starts, the step has a standard deviation of "
-        f"{100 * statistics.stdev(steps):.1f} %; without any start, the time of the products has one of "
-        f"{100 * statistics.stdev(machine):.1f} %. Their correlation is {found.statistic:.2f} "
-        f"(p = {found.pvalue:.2g}): the machine's speed explains {100 * found.statistic**2:.0f} % of the variance.",
+        f"idle machine: its step (median {statistics.median(seconds):.4f} s) has a standard deviation of "
+        f"{100 * statistics.stdev(steps):.1f} % over the starts. Before and after each, two processes that never end "
+        f"multiplied {PRODUCTS} matrices, the time of which has one of {100 * statistics.stdev(machine):.1f} %. Their "
+        f"correlation is {found.statistic:.2f} (p = {found.pvalue:.2g}): the machine's speed explains "
+        f"{100 * found.statistic**2:.0f} % of the variance.",
         "",
     ]
 

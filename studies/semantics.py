@@ -42,24 +42,41 @@ THROUGHPUT = ROOT / "results/throughput/throughput.md"
 EPOCH_END_SCENARIO = "partial-window"
 PICTURED = ("partial-window", "resume", "exception", "zero-grad")
 """Scenarios whose weight maps are on the page."""
-USUAL = ("2 ranks", "N = 4")
+USUAL = ("32 samples", "2 ranks", "8 micro-batches of 2 per epoch", "N = 4", "1 epoch")
 """Parts of a scenario's setting that are said once for all."""
+CONTROL = "divisible"
+"""The scenario whose verdicts later lists do not repeat."""
 INTRODUCTION = """\
 Each backend trains a model with one weight per use of a sample, by SGD with learning rate 1, so that an update \
 changes each weight by the coefficient of that sample's gradient. The right update is that of the full batch, all \
-samples of the window in one batch, whose coefficients sum to 1. **Bold** verdicts are wrong. Others leave every \
-update right for some batch, but perhaps not for the one that was meant. Where the script itself makes a mistake, by \
-`zero_grad` in mid-window, what was *cleared* or *kept* is told, and no backend is called wrong for it. \
-What a script of your own computes is found by [`python -m bench audit`](audit.md)."""
-NOTES = """\
-Where the first finding is *miscounted*, every update is right: what is wrong is a counter of the framework.
+samples of the window in one batch, whose coefficients sum to 1. \
+[`python -m bench audit`](audit.md) finds what a script of your own computes.
 
-Where gradients *leak*, those that are not reduced yet outlive `zero_grad`. Of FSDP2's, PyTorch's `reset_iter_state`, \
-which the scenario does not call, discards only those that await a deferred all-reduce.
+One rule holds for all backends. A verdict is wrong, and **bold**, if an update is not the full-batch gradient of \
+any set of samples, or if samples, steps or counters are not what they should be. With any other verdict each update \
+is that of some samples, though perhaps not of those that were meant. In `zero-grad` and `engine-n` the script itself \
+makes a mistake: verdicts say what becomes of it, not whose fault it is.
+
+The number after *divided twice*, *under-weighted*, *over-weighted* and *cleared* is an update's sum relative to the \
+right one, after *leaks* its sum, after *lost* and *left open* samples that reach no update, after *carried over* the \
+updates that mix epochs, and after *mean of means* the factor by which a weight differs from that in the full batch."""
+QUESTIONS = """\
+Each list names the backends whose verdict is another one than in the control, with a telling number; a pattern such \
+as `accelerate-*` stands for all that match it. What the reduction of the loss does is told apart. \
+Unless said otherwise there are 2 ranks, N = 4, and one epoch of 32 samples, 8 micro-batches of 2 on each rank."""
+NOTES = """\
+Where the first finding is *miscounted*, every update is right: a counter of the framework is wrong.
+
+After `zero_grad` in mid-window the window goes on. If the gradients are *kept*, its update has all of them with the \
+right sum, so this is a note under each backend. If the window is given up, as in `exception`, gradients that outlive \
+`zero_grad` are added to the next window: they *leak*, and the update has 1.25 times the right sum. That is wrong and, \
+of FSDP2, [known bad](known-bad.md#torch-fsdp2-zero-grad). PyTorch's `reset_iter_state`, which the scenario does not \
+call, discards of FSDP2's only those that await a deferred all-reduce. Under torchtitan and HF Trainer `zero_grad` \
+could only be called between two windows, where nothing is open.
 
 After `zero_grad`, `deepspeed-zero3-deferred`, with offload or without, cannot continue on a CPU: DeepSpeed marks the \
-open gradients as used by \
-the current stream, and a CPU has none. On CUDA they are cleared ([GPUs](gpu.md#semantics))."""
+open gradients as used by the current stream, and a CPU has none. On CUDA they are cleared \
+([GPUs](gpu.md#semantics))."""
 
 
 def page(
@@ -67,61 +84,80 @@ def page(
 ) -> str:
     """The page in Markdown; ``rates`` has the findings on ThroughputMonitor, as list items."""
     facts = ", ".join(f"{escape(name)} {escape(value)}" for name, value in facts_of(about).items())
-    lines = ["# What each backend computes", "", INTRODUCTION, ""]
-    lines += ["## Questions", ""]
-    lines += [
-        "Each verdict is followed by its most telling number and the backends; a pattern such as "
-        "`accelerate-*` stands for all that match it. "
-        "Unless said otherwise there are 2 ranks, and N = 4. "
-        "What the reduction of the loss does is told apart."
-    ]
+    lines = ["# What each backend computes", "", INTRODUCTION, "", "## Questions", "", QUESTIONS]
+    usual = {
+        seen["backend"]: by_backend(seen)["verdict"]
+        for seen in observations
+        if seen["scenario"]["name"] == CONTROL
+    }
+    told: list[str] = []
+    place = 0
     for name, values in scenarios(observations).items():
-        lines += [
-            "",
-            *question(
-                name, values, [seen for seen in observations if seen["scenario"]["name"] == name]
-            ),
-        ]
+        seen = [each for each in observations if each["scenario"]["name"] == name]
+        found = verdicts(seen, {} if name == CONTROL else usual)
+        if found == told:
+            lines[place] += f"<br>\n{heading(name, values)}"
+        else:
+            place = len(lines) + 1
+            lines += ["", heading(name, values), "", *found]
+        told = found
     lines += ["", "## What is wrong, by backend", "", overview(observations), NOTES, ""]
     lines += [
         "What follows for Lightning with DeepSpeed, FSDP2 and Hugging Face: [claims](claims.md).",
         "",
+        "## ThroughputMonitor",
+        "",
+        "Its samples/s under accumulation, divided by those that were trained, on a virtual clock on which optimizer "
+        "steps take long, with NB micro-batches per epoch "
+        f"([settings and every point](../results/throughput/{THROUGHPUT.name})):",
+        "",
+        *rates,
+        "",
+        "## Weight maps",
+        "",
     ]
-    lines += ["## ThroughputMonitor", ""]
-    lines += [
-        "Its samples/s under accumulation, divided by those that were trained, on a virtual clock on which "
-    ]
-    lines[-1] += "optimizer steps take long, with NB micro-batches per epoch "
-    lines[-1] += f"([settings and every point](../results/throughput/{THROUGHPUT.name})):"
-    lines += ["", *rates, "", "## Weight maps", ""]
     for name in PICTURED:
         title = escape(scenarios(observations)[name]["title"])
-        lines += [
-            f"![{title}](../plots/semantics/weights-{name}.png)",
-            "",
-        ]
-    lines += ["## Every table and diagnosis", ""]
+        lines += [f"![{title}](../plots/semantics/weights-{name}.png)", ""]
     lines += [
-        f"[Each backend in each scenario](../results/semantics/{MARKDOWN}), and the coefficients of every update"
+        "## Every table and diagnosis",
+        "",
+        f"[Each backend in each scenario](../results/semantics/{MARKDOWN}), and the coefficients of every update in "
+        f"[{OBSERVATIONS}](../results/semantics/{OBSERVATIONS}). Measured by `{' '.join(about['command'])}` with "
+        f"{facts}.",
     ]
-    lines[-1] += f" in [{OBSERVATIONS}](../results/semantics/{OBSERVATIONS}). Measured by "
-    lines[-1] += f"`{' '.join(about['command'])}` with {facts}."
     return "\n".join(lines) + "\n"
 
 
-def question(name: str, values: Mapping[str, Any], seen: Sequence[Observation]) -> list[str]:
-    """What a scenario asks, and the verdicts with the backends under which each came up."""
+def heading(name: str, values: Mapping[str, Any]) -> str:
+    """What a scenario asks, its name, and its setting where that is not the usual one."""
     parts = Scenario.from_dict(values).setting.split(", ")
     setting = ", ".join(part for part in parts if part not in USUAL)
-    lines = [f"**{escape(values['title'])}** ({_code(name)}: {escape(setting)})", ""]
-    for only, cause in ((by_backend, ""), (by_loss, "the reduction of the loss: ")):
-        parts = [only(observation) for observation in seen]
-        told = [part for part in parts if not cause or part["findings"]]
-        for verdict, backends in _by_text(told, _verdict).items():
-            names = ", ".join(together(backends, [each["backend"] for each in seen]))
-            if verdict == "right" and len(backends) > 1:
-                names = f"the other {len(backends)}"
-            lines.append(f"- {cause}{verdict}: {names}")
+    about = f"{_code(name)}: {escape(setting)}" if setting else _code(name)
+    return f"**{escape(values['title'])}** ({about})"
+
+
+def verdicts(seen: Sequence[Observation], usual: Mapping[str, str]) -> list[str]:
+    """A list item for each verdict, with the backends under which it came up; not those whose verdict is usual."""
+    every = [observation["backend"] for observation in seen]
+    of_backends = [by_backend(observation) for observation in seen]
+    told = [each for each in of_backends if each["verdict"] != usual.get(each["backend"])]
+    lines = []
+    for verdict, backends in _by_text(told, _verdict).items():
+        names = ", ".join(together(backends, every))
+        if verdict == "right" and not usual:
+            names = f"the other {len(backends)}"
+        lines.append(f"- {verdict}: {names}")
+    if not told:
+        lines.append("- as in the control")
+    of_loss = [part for part in map(by_loss, seen) if part["findings"]]
+    for verdict, backends in _by_text(of_loss, _verdict).items():
+        named = together(backends, every)
+        others = together([name for name in every if name not in backends], every)
+        names = ", ".join(named)
+        if 2 * len(others) < len(named):
+            names = f"all but {', '.join(others)}"
+        lines.append(f"- the reduction of the loss: {verdict}: {names}")
     return lines
 
 

@@ -23,9 +23,11 @@ from studies import ROOT, objections
 
 ABOUT = Path(__file__).with_suffix(".toml")
 DOCS = "docs/settings.md"
-HEADER = ("setting", "here", "default", "why", "what the default costs or changes")
+HEADER = ("setting here", "default", "why", "what the default costs or changes")
 WHOLE = ("replaced", "zero_optimization.leaf_module")
 """Settings that are one value, though they are tables."""
+ABOVE = ("Trainer.__init__", "CUDA graphs", "process group timeouts")
+"""Of what is replaced in torchtitan, what the tables on settings and patches have."""
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -63,14 +65,14 @@ def page(records: Iterable[TrialRecord]) -> str:
     lines = [
         "# Settings",
         "",
-        "Settings that differ from each framework's default, what of it is patched, and what its maintainers could",
-        "object to. Written by `python -m studies.settings RUN` from what the trials of a run have recorded.",
+        "Settings that differ from a framework's default, what of it is patched, and what its maintainers could object",
+        "to. Written by `python -m studies.settings RUN` from what the trials of a run have recorded.",
         "",
-        "ZeRO backends are like for like: the bucket of stage 2 is DDP's, and stage 3 gathers one block at a time, as",
-        "FSDP2. `deepspeed-zero2-defaults-eager` and `deepspeed-zero3-defaults-eager` have DeepSpeed's own sizes.",
+        "ZeRO's sizes are like for like: the bucket of stage 2 is DDP's, and stage 3 gathers one block at a time, as",
+        "FSDP2. `deepspeed-zero2-defaults-eager` and `deepspeed-zero3-defaults-eager` have DeepSpeed's own.",
         "",
-        "Objections are answered by ratios of step times at N = 4 on two ranks over gloo, with 95 %",
-        f"intervals, all from one run of `python -m studies.objections` ({measured['about']}).",
+        "Objections are answered by ratios of step times, with 95 % intervals, at N = 4 on two ranks over gloo, from",
+        f"one run of `python -m studies.objections` ({measured['about']}).",
         "",
     ]
     for framework in about:
@@ -93,23 +95,24 @@ def page(records: Iterable[TrialRecord]) -> str:
         lines += [
             f"## {framework['title']}",
             "",
-            f"Documentation: <{framework['documentation']}>",
+            f"[Documentation]({framework['documentation']})",
             "",
         ]
-        lines += markdown_table(HEADER, rows)
+        shown_rows = [(f"{setting}: {here}", *rest) for setting, here, *rest in rows]
+        lines += markdown_table(HEADER, shown_rows)
         lines += patches(framework)
         objection = framework["objection"].format(**measured)
         lines += [f"**What its maintainers could object to.** {objection}", ""]
-    own = "; ".join(f"{what}: {instead}" for what, instead in REPLACED.items())
-    lines += [f"What is not torchtitan's own: {own}.", ""]
+    own = "; ".join(f"{what}: {how}" for what, how in REPLACED.items() if what not in ABOVE)
+    lines += [f"Not torchtitan's own, besides: {own}.", ""]
     assert not left, f"settings.toml says nothing of {sorted(left)}"
     return "\n".join(lines)
 
 
 def patches(framework: Mapping[str, Any]) -> list[str]:
     """What of a framework is replaced; settings.toml has the function of bench/backends, too."""
-    rows = [(what, instead) for what, instead, _ in framework.get("patched", ())]
-    return markdown_table(("patched", "how"), rows) if rows else []
+    told = [f"{what}: {instead}" for what, instead, _ in framework.get("patched", ())]
+    return [f"**Patched.** {'; '.join(told)}.", ""] if told else []
 
 
 def main(run: str) -> None:

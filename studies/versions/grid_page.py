@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
 from typing import Any
@@ -28,13 +29,14 @@ NAMES = {
 INTRODUCTION = """## Weights of micro-batches by version
 
 Two windows of N = 4 micro-batches, each with a weight of its own, SGD with learning rate 1, one process, gloo, CPU. \
-Right is 1/4 for each. What differs is written out: the weights of the first window, and those of the second where \
-they are not the same. Each row is a version in an environment of its own on top of the project's, of which it has \
-all other packages (versions of transformers 4 also get the Accelerate of their time); its torch is {torch}, since \
-no other CPU build could be had. `offload` is `offload_optimizer` on the CPU. Lightning's strategy asks for CUDA, so \
-a subclass replaces the three methods that do. Written by `nox -s versions -- --weights`; the records, with dates, \
-are in [version-weights.jsonl](version-weights.jsonl).
+Right is 1/4 for each. Anything else is written out: the weights of the first window, and those of the second where \
+they differ. Each version was installed on top of the project's environment, of which it has all other packages \
+(versions of transformers 4 also get the Accelerate of their time); torch is {torch}, the only CPU build that could be \
+had. `offload` is `offload_optimizer` on the CPU. Lightning's strategy asks for CUDA, so a subclass replaces the three \
+methods that do. Written by `nox -s versions -- --weights`; [version-weights.jsonl](version-weights.jsonl) has the \
+records with dates.
 """
+RAISES = "raises"
 
 
 def fraction(weight: float) -> str:
@@ -60,8 +62,17 @@ def cell(record: Record) -> str:
     if record.error:
         return "not measured"
     if isinstance(record.measured, str):
-        return f"raises {record.measured.split('. ')[0].rstrip('.')}"
+        return f"{RAISES} {record.measured.split('. ')[0].rstrip('.')}"
     return "right" if record.is_right else f"**{spelled(record.measured)}**"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one version of a package does: a text for each case."""
+
+    package: str
+    version: str
+    texts: tuple[str, ...]
 
 
 def weights_section(records: Sequence[Record] | None = None) -> str:
@@ -69,17 +80,20 @@ def weights_section(records: Sequence[Record] | None = None) -> str:
     records = read_records(RECORDS) if records is None else records
     torch = ", ".join(sorted({r.packages["torch"] for r in records if "torch" in r.packages}))
     lines = [INTRODUCTION.format(torch=torch)]
+    engine: set[Row] = set()
     for framework in FRAMEWORKS:
         script = f"versions/weights_{framework}"
-        lines += [f"### {TITLES[framework]}", ""]
-        lines += weights_table([record for record in records if record.script == script])
+        of_framework = [record for record in records if record.script == script]
+        cases = list(dict.fromkeys(record.case for record in of_framework if record.case))
+        found = weights(of_framework, cases)
+        lines += [f"### {TITLES[framework]}", "", *weights_table(found, cases, engine)]
+        engine = engine or set(found)
     return "\n".join(lines)
 
 
-def weights_table(records: Sequence[Record]) -> list[str]:
-    """A row for neighbouring versions of a package that do the same, a column for each stage."""
-    cases = list(dict.fromkeys(record.case for record in records if record.case))
-    rows: list[tuple[str, str, tuple[str, ...]]] = []
+def weights(records: Sequence[Record], cases: Sequence[str]) -> list[Row]:
+    """A row for each version, in the order of ``ON_TOP`` and ``VERSIONS``."""
+    rows = []
     for package in ON_TOP:
         for asked in VERSIONS[package]:
             found = [record for record in records if record.asked == asked]
@@ -89,13 +103,42 @@ def weights_table(records: Sequence[Record]) -> list[str]:
             number = asked[0].partition("==")[2]
             failed = [record.error for record in found if record.error]
             texts = tuple(cells.get(case, failed[0] if failed else "") for case in cases)
-            rows.append((NAMES[package], number, texts))
-    shared = []
-    for (name, texts), alike in groupby(rows, lambda row: (row[0], row[2])):
-        numbers = [row[1] for row in alike]
-        shared.append([f"{name} {span(numbers)}", *texts])
-    titles = [case.replace(", offload_optimizer", ", offload") for case in cases]
-    return markdown_table(["version", *titles], shared)
+            rows.append(Row(NAMES[package], number, texts))
+    return rows
+
+
+def weights_table(rows: Sequence[Row], cases: Sequence[str], engine: Collection[Row]) -> list[str]:
+    """A row for neighbouring versions of a package that do the same, a column for each case.
+
+    Rows that are as the engine's are counted below the table, and what is raised is told there.
+    """
+    shared: list[list[str]] = []
+    raised: dict[str, list[str]] = {}
+    for (package, texts), alike in groupby(
+        (row for row in rows if row not in engine), lambda row: (row.package, row.texts)
+    ):
+        name = f"{package} {span(row.version for row in alike)}"
+        for text in texts:
+            if text.startswith(RAISES):
+                names = raised.setdefault(text, [])
+                if name not in names:
+                    names.append(name)
+        shared.append([name, *(RAISES if text.startswith(RAISES) else text for text in texts)])
+    # Cases that are alike in all rows share a column.
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for place, case in enumerate(cases, start=1):
+        title = case.replace(", offload_optimizer", " offload")
+        columns.setdefault(tuple(row[place] for row in shared), []).append(title)
+    titles = [", ".join(alike) for alike in columns.values()]
+    table = zip((row[0] for row in shared), *columns, strict=True)
+    lines = markdown_table(["version", *titles], table)
+    notes = [f"{' and '.join(names)}: {text}." for text, names in raised.items()]
+    if same := sum(row in engine for row in rows):
+        notes.insert(
+            0,
+            f"With {same} of the engine's {len(engine)} versions of DeepSpeed the weights are as in its table.",
+        )
+    return [*lines, *(line for note in notes for line in (note, ""))]
 
 
 def span(numbers: Iterable[str]) -> str:

@@ -21,20 +21,21 @@ lightning==2.2.0` one version of the second.
 
 ## Lowest and newest versions
 
-The matrix `smoke` runs every backend once. Here it ran with the lowest torch that `pyproject.toml` allows and \
-the newest one tested, and the other packages at one end or the other. pip installed them, with all that they \
-require, into an environment on top of the project's. A backend whose packages are too old is `unsupported`, which is \
-good: it says so before it trains.
+The matrix `smoke` ran every backend once with the lowest torch that `pyproject.toml` allows and with the newest one \
+tested, each with the other packages at their lowest and at their newest. pip installed them, with all that they \
+require. A backend whose packages are too old must say so before it trains (`unsupported`).
 """
 ACCUMULATION = f"""## Behaviour under accumulation
 
-Each version was installed alone (`pip install --no-deps`) into an environment of its own on top of the project's, so \
-all ran with the same torch; Lightning also gets a setuptools below 81, for the pkg_resources that old versions \
-import. The numbers of ThroughputMonitor are from `bench/audit/monitor.py` (a micro-batch takes {MICRO_BATCH_S:g} s \
-and an optimizer step {OPTIMIZER_S:g} s, on a virtual clock; ratio: the logged samples/s divided by the measured \
-ones). Those of DeepSpeed are from a model with one weight per micro-batch, SGD with learning rate 1, one process, \
-gloo, CPU.
+Each version was installed alone (`pip install --no-deps`) on top of the project's environment, so all ran with the \
+same torch; Lightning also gets a setuptools below 81, for the pkg_resources that old versions import. Rates are those \
+of ThroughputMonitor on a virtual clock (`bench/audit/monitor.py`: {MICRO_BATCH_S:g} s per micro-batch and \
+{OPTIMIZER_S:g} s per optimizer step), and the ratio is the logged samples/s divided by the true ones. DeepSpeed \
+trains one weight per micro-batch by SGD with learning rate 1, in one process over gloo on the CPU. **Bold** is not \
+what a user would want, though it may be a documented default.
 """
+IN_WEIGHTS = "micro-batches in each update"
+"""A finding that the section on weights has of more versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,24 +116,31 @@ def markdown(entries: Sequence[Entry], smokes: Sequence[Smoke], weights: str) ->
     for entry in entries:
         words = f"Measured on {entry.date} with torch {entry.torch} and Python {entry.python}"
         environments.setdefault(words, []).append(f"{entry.package} {entry.version}")
+    measured_on = [f"- {words}: {', '.join(names)}." for words, names in environments.items()]
+    if len(environments) == 1:
+        measured_on = [f"{words}." for words in environments]
     header = [*(smokes[0].packages if smokes else ()), "Python", "date", "result", "good"]
     runs = [
         [*smoke.packages.values(), smoke.python, smoke.date, smoke.result, _yes(smoke.good)]
         for smoke in smokes
     ]
     lines = [INTRODUCTION, *markdown_table(header, runs)]
-    lines += [
-        ACCUMULATION,
-        *(f"- {words}: {', '.join(names)}." for words, names in environments.items()),
-        "",
-    ]
-    # Neighbouring versions with the same measurement share a row.
-    shared = []
-    for (package, finding, *measured), alike in groupby(
+    lines += [ACCUMULATION, *measured_on, ""]
+    # Neighbouring versions with the same measurement share a row, and each finding is named once.
+    shared: list[list[str]] = []
+    last = ""
+    for (package, finding, measured, good), alike in groupby(
         rows(entries), lambda row: (*row[:2], *row[3:])
     ):
-        shared.append([package, finding, ", ".join(row[2] for row in alike), *measured])
-    lines += markdown_table(["package", "finding", "versions", "measured", "good"], shared)
+        if IN_WEIGHTS in finding:
+            continue
+        named = f"{package}, {finding}"
+        versions = ", ".join(row[2] for row in alike)
+        text = measured.split(". ")[0]
+        shown = text if good == _yes(True) else f"**{text}**"
+        shared.append(["" if named == last else named, versions, shown])
+        last = named
+    lines += markdown_table(["package, finding", "versions", "measured"], shared)
     return "\n".join([*lines, weights])
 
 

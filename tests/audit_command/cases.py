@@ -111,7 +111,7 @@ SLOW = (
         "ddp each-step-divided",
         "other N",
         "scale",
-        "the same, and 4 is expected",
+        "a step at each micro-batch, where `--expect 4` asks for four",
         options=("--expect", "4"),
     ),
     Case("ddp undivided", "not divided"),
@@ -191,8 +191,12 @@ SLOW = (
     Case(
         "titan right", RIGHT, "token-exact", "sums over the tokens of the window, and no averages"
     ),
-    Case("titan averaged", "scaled by ranks", about="the same, and FSDP2 averages"),
-    Case("titan local-tokens", "scaled by ranks", about="the same, over the tokens of one rank"),
+    Case(
+        "titan averaged",
+        "scaled by ranks",
+        about="sums over the tokens of the window, which FSDP2 averages",
+    ),
+    Case("titan local-tokens", "scaled by ranks", about="the same over the tokens of one rank"),
     Case("single lora", RIGHT),
     Case("single checkpoint", RIGHT),
     Case("single reentrant", RIGHT, about="checkpointing that runs backwards in the backward"),
@@ -222,7 +226,7 @@ SLOW = (
     ),
     Case("kinds two-optimizers", RIGHT, about="two optimizers with windows of 1 and of 4"),
     Case(
-        "kinds two-optimizers-uncleared", "not cleared", about="the same, and one is never cleared"
+        "kinds two-optimizers-uncleared", "not cleared", about="of two optimizers one never clears"
     ),
     Case("kinds tasks", IN_PART, "scale", "four losses of one batch, with a backward each"),
     Case("kinds cached", IN_PART, "scale not judged", "contrastive, with cached features"),

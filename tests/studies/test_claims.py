@@ -77,3 +77,11 @@ def test_a_verdict_on_memory_asks_the_large_model_too(
     assert answer(row, measured)[0].startswith("true, except under DDP without bucket views")
     monkeypatch.setattr(judges_torch.measured, "due_peak", lambda cell: 1.0)
     assert answer(row, measured)[0] == FALSE
+
+
+def test_who_takes_no_step_for_a_partial_window_is_told_of_every_backend(
+    measured: Measured,
+) -> None:
+    """Backends with offload are DeepSpeed's engine, too."""
+    (row,) = [row for claims in CLAIMS.values() for row in claims if row["judge"] == "last_window"]
+    assert answer(row, measured)[0] == f"true only {row['only']}"
