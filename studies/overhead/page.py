@@ -75,11 +75,12 @@ def _loops(loops: Mapping[str, Any]) -> Iterator[str]:
     yield (
         "The [bare loops](../studies/overhead/bare.py) use nothing of the bench but model, weights, tokens and loss: "
         f"Llama `tiny`, {bare.LENGTH} tokens, micro-batch {bare.MICRO_BATCH}, N = {bare.N}, fp32, {bare.RANKS} ranks "
-        "over gloo with one thread each. Two groups of processes train the same windows in turn, one with the processes "
-        "of a trial, the other with those of torch elastic alone. One trains the bench's loop and the other the bare "
-        "loop, then they change places. So `bench / bare` compares the loops, and `trial / torchrun` the processes. The "
-        "losses of all windows are bitwise equal. A group counts as its median window, and ratios are estimated as in "
-        f"reports, paired by group. The process that watches the trial took at most {100 * watching:.2f} % of one core."
+        "over gloo with one thread each. Two groups of processes train the same windows in turn, one with the "
+        "processes of a trial, the other with those of torch elastic alone. One trains the bench's loop and the "
+        "other the bare loop, then they change places. So `bench / bare` compares the loops, and "
+        "`trial / torchrun` the processes. The losses of all windows are bitwise equal. A group counts as its "
+        "median window, and ratios are estimated as in reports, paired by group. The process that watches the "
+        f"trial took at most {100 * watching:.2f} % of one core."
     )
     yield ""
     least, most = min(reported, key=reported.__getitem__), max(reported, key=reported.__getitem__)
@@ -90,8 +91,8 @@ def _loops(loops: Mapping[str, Any]) -> Iterator[str]:
     )
     yield ""
     yield (
-        f"*Within {100 * BOUND:g} %* is yes if the whole first interval is, no if none of it is, else undecided. `check` "
-        "names these ratios where a run has such backends on the CPU."
+        f"*Within {100 * BOUND:g} %* is yes if the whole first interval is, no if none of it is, else undecided. "
+        "`check` names these ratios where a run has such backends on the CPU."
     )
     yield ""
     interval = "95 % interval"
