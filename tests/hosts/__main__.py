@@ -28,7 +28,8 @@ HEADING = "## What was tried\n"
 WHERE = """\
 `nox -s hosts` writes this section from docs/hosts.json, and exits with 1 if something is not as it must be. Hosts are
 network namespaces on one machine, joined by virtual links, under a real Slurm; they share a kernel, and train the smoke
-matrix over gloo. Nothing was run on several machines, or over NCCL between hosts.
+matrix over gloo. What nodes say of jobs that cannot start is in the JSON. Nothing was run on several machines, or over
+NCCL between hosts.
 """
 
 
@@ -39,6 +40,8 @@ class Part:
     title: str
     header: Sequence[str]
     rows: Callable[[parts.Hosts], Iterator[parts.Row]]
+    unshown: Sequence[str] = ()
+    """Columns that only the data has."""
 
 
 FOUND = ("what", "result")
@@ -56,6 +59,7 @@ PARTS = {
         "Jobs that cannot start",
         ("wrong with node 1", "node 0 says", "node 1 says", "exit status", "left behind"),
         parts.refusals,
+        unshown=("node 0 says", "node 1 says"),
     ),
 }
 """All parts by name, in the order of the page."""
@@ -91,8 +95,10 @@ def page(head: str, data: Mapping[str, Any]) -> str:
         lines += [f"### {part.title}", ""]
         if len(times) > 1:
             lines += [_when(found), ""]
+        shown = [place for place, title in enumerate(part.header) if title not in part.unshown]
         rows = [[*row["cells"][:-1], _result(row)] for row in found["rows"]]
-        lines += varied_table(part.header, rows)
+        titles = [part.header[place] for place in shown]
+        lines += varied_table(titles, [[row[place] for place in shown] for row in rows])
     return head + "\n".join(lines)
 
 
