@@ -31,7 +31,7 @@ SECTIONS = {
         "Seconds are from the trial's start to its end. Left behind are processes, open ports, shared memory, "
         f"semaphores, locks and temporary files of the run {ENDING_S:g} s after its end. What is not as it must be is "
         "bold.",
-        ("what happens", "must be", "found", "seconds", "at most", "left behind"),
+        ("found", "what happens", "longest (s)", "left behind"),
     ),
     "machine": ("", ("what happens", "what must come of it", "found", "left behind")),
     "kills": (
@@ -75,8 +75,6 @@ SECTIONS = {
     ),
 }
 """Of each section its heading and text, and the head of its table."""
-FOR_TESTS = ("must be", "at most")
-"""Columns that are not shown: a cell that is not as they say is bold."""
 COMMANDS_OF = ("an edited or broken run, read by ", "arguments of ")
 """Beginnings of rows that differ by command."""
 
@@ -167,16 +165,40 @@ def markdown(sections: Facts, bad: Mapping[str, str]) -> str:
         parts.append(f"**The page is not complete. Not measured: {plain('; '.join(lacking))}.**")
     for section, (text, head) in SECTIONS.items():
         rows = [row["cells"] for row in sections.get(section, {}).values()]
+        if section == "faults":
+            rows = _by_outcome(rows)
         if section == "fuzz":
             rows = _joined(rows)
-        shown = [place for place, title in enumerate(head) if title not in FOR_TESTS]
         if text:
             parts.append(text)
         if text or rows:
-            titles = [head[place] for place in shown]
-            table = varied_table(titles, [[row[place] for place in shown] for row in rows])
-            parts.append("\n".join(table[:-1]))
+            parts.append("\n".join(varied_table(head, rows)[:-1]))
     return "\n\n".join(parts) + "\n"
+
+
+def _by_outcome(rows: Iterable[Sequence[str]]) -> list[list[str]]:
+    """One row for all faults that ended alike and left the same behind, with the longest of their seconds.
+
+    How they must end, and in how many seconds, is not shown: what is not as it must be is bold.
+    """
+    found: dict[tuple[str, str], list[Sequence[str]]] = {}
+    for row in rows:
+        _, _, status, _, _, left = row
+        found.setdefault((status, left), []).append(row)
+    grouped = []
+    for (status, left), alike in found.items():
+        what = "; ".join(row[0] for row in alike)
+        longest = max((row[3] for row in alike), key=_seconds)
+        grouped.append([status, what, longest, left])
+    return grouped
+
+
+def _seconds(cell: str) -> tuple[bool, float]:
+    """Whether they are bold, which no longer ones may hide, and how many they are."""
+    number = cell.strip("*")
+    if not number:
+        return False, 0.0
+    return cell != number, float(number)
 
 
 def _joined(rows: Iterable[Sequence[str]]) -> list[list[str]]:
