@@ -79,10 +79,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run also tests/cuda, over the stub of CUDA in this folder",
     )
     parser.addoption(
-        "--gpu-page",
-        type=Path,
-        metavar="FILE.md",
-        help="write the table of this page: what was counted",
+        "--gpu-tables",
+        action="store_true",
+        help="write the tables of results/gpu-stub: what was counted",
     )
     parser.addoption(
         "--kills", type=int, default=50, metavar="N", help="with --all: how many by each signal"

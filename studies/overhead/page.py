@@ -22,21 +22,27 @@ def page(data: Mapping[str, Any], last: Mapping[str, Any]) -> str:
     head = [
         "# What the bench costs",
         "",
-        "Written by `nox -s overhead`. Nothing here is edited by hand.",
+        "Written by `nox -s overhead`.",
         "",
     ]
     head += ["## A step, beside a bare loop", "", *_machine(data)]
     return "\n".join([*head, *_loops(data["loops"]), *_times(data, last)])
 
 
-def _machine(data: Mapping[str, Any]) -> Iterator[str]:
-    """When, at which commit and on which machine a part was measured."""
+def _machine(data: Mapping[str, Any], above: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """When, at which commit and on which machine a part was measured.
+
+    Machine and versions are left out where they are those of the part ``above``.
+    """
     machine, git, packages = data["machine"], data["git"], data["packages"]
     changed = "" if git["clean"] else ", changed since"
     yield f"- {data['date'][:10]}, commit {git['commit'][:12]}{changed}, in {data['minutes']:.0f} minutes"
     others = f"{100 * data['busy']:.1f} % of the CPUs"
     if data["busy"] > IDLE_SHARE:
         yield f"- **The machine was not idle: others took {others}. Do not cite these times.**"
+    if above is not None and all(data[what] == above[what] for what in ("machine", "packages")):
+        yield ""
+        return
     versions = [
         f"{name} {packages[name]}"
         for name in ("torch", "lightning", "deepspeed")
@@ -67,28 +73,26 @@ def _loops(loops: Mapping[str, Any]) -> Iterator[str]:
     }
     watching = max(share for measured in loops.values() for share in measured["watching"])
     yield (
-        "The [bare loops](../studies/overhead/bare.py) use nothing of the bench but model, weights, tokens and loss. "
+        "The [bare loops](../studies/overhead/bare.py) use nothing of the bench but model, weights, tokens and loss: "
         f"Llama `tiny`, {bare.LENGTH} tokens, micro-batch {bare.MICRO_BATCH}, N = {bare.N}, fp32, {bare.RANKS} ranks "
-        "over gloo with one thread each. Two groups of processes train the same windows in turn: while one trains, the "
-        "other sleeps. One has the processes of a trial, the other those of torch elastic alone. First one trains the "
-        "bench's loop and the other the bare loop, then they change places. So `bench / bare` compares the loops and "
-        "`trial / torchrun` the processes, and neither depends on the other. The losses of all windows are bitwise "
-        "equal. A group counts as its median window, and ratios are estimated as in reports, paired by group. The "
-        f"process that watches the trial runs all the time; it took {100 * watching:.2f} % of one core at most."
+        "over gloo with one thread each. Two groups of processes train the same windows in turn, one with the "
+        "processes of a trial, the other with those of torch elastic alone. One trains the bench's loop and the "
+        "other the bare loop, then they change places. So `bench / bare` compares the loops, and "
+        "`trial / torchrun` the processes. The losses of all windows are bitwise equal. A group counts as its "
+        "median window, and ratios are estimated as in reports, paired by group. The process that watches the "
+        f"trial took at most {100 * watching:.2f} % of one core."
     )
     yield ""
     least, most = min(reported, key=reported.__getitem__), max(reported, key=reported.__getitem__)
     yield (
-        "A window of both loops lasts from its turn until the loop asks for the next micro-batch. The step that the "
-        "bench reports lasts from update to update; without the waits the sums are equal. Both are maxima over ranks, "
-        "so steps are longer where ranks leave an update at different times and meet again after it: here from "
-        f"{reported[least]:.4f} ({least}) to {reported[most]:.4f} ({most}) of the window."
+        "A window lasts until the loop asks for the next micro-batch, the step that the bench reports from update to "
+        "update. Both are maxima over ranks, so steps are longer where ranks leave an update at different times: here "
+        f"from {reported[least]:.4f} ({least}) to {reported[most]:.4f} ({most}) of the window."
     )
     yield ""
     yield (
-        f"The column after the first interval says whether all of it is within {100 * BOUND:g} % of 1: no, if all of "
-        "it is outside, and undecided, if a part of it is. `check` names these ratios where a run has such backends on "
-        "the CPU."
+        f"*Within {100 * BOUND:g} %* is yes if the whole first interval is, no if none of it is, else undecided. "
+        "`check` names these ratios where a run has such backends on the CPU."
     )
     yield ""
     interval = "95 % interval"
@@ -138,13 +142,13 @@ def _inside(low: float | None, high: float | None) -> str:
 
 def _times(data: Mapping[str, Any], last: Mapping[str, Any]) -> Iterator[str]:
     before, then = last.get("times", {}), last.get("fixed", last)
-    yield from ("## Everything else", "", *_machine(data.get("fixed", data)))
+    yield from ("## Everything else", "", *_machine(data.get("fixed", data), data))
     since = (
         f"The last column compares with {then['date'][:10]}, commit {then['git']['commit'][:12]}."
         if last
         else ""
     )
-    yield f"Medians by the clock, where nothing else is said; the longest first. {since}".rstrip()
+    yield f"Medians of wall time, where nothing else is said. {since}".rstrip()
     yield ""
     rows = [
         (

@@ -11,7 +11,7 @@ import pytest
 
 from bench.backends.base import registry
 from bench.plan.cell import REFERENCES, Cell
-from tests.cuda import page
+from tests.cuda import tables
 from tests.cuda.allowed import FRAMEWORKS, NATIVE_FRAMEWORKS, WAITS
 from tests.cuda.cells import NEVER, NEVER_ALONE, counted_cell
 from tests.cuda.conftest import Machine
@@ -109,8 +109,8 @@ def counted(request: pytest.FixtureRequest, shared_machine: Machine) -> list[Fou
     }
     assert not bad
     found = [found_in(trial, cell) for cell, trial in zip(cells, trials, strict=True)]
-    if request.config.getoption("--gpu-page"):
-        page.write_waits(world_size, [row_of(trial) for trial in found])
+    if request.config.getoption("--gpu-tables"):
+        tables.write_waits(world_size, [row_of(trial) for trial in found])
     return found
 
 

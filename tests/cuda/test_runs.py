@@ -23,7 +23,7 @@ from bench.plan.cell import Sharding
 from bench.run.journal import Journal, read_manifest
 from bench.run.manifest import GpuSharing
 from tests.conftest import ROOT
-from tests.cuda import page
+from tests.cuda import tables
 from tests.cuda.cells import NEVER, NEVER_ALONE
 from tests.cuda.conftest import Machine
 
@@ -104,15 +104,20 @@ def largest(run: Path) -> tuple[int, float, float]:
     return len(right), float(right["update_error"].max()), float(right["max_loss_deviation"].max())
 
 
-def row_of_the_page(machine: Machine, variant: str) -> str:
+def row_of_values(machine: Machine, variant: str) -> dict[str, str]:
     """What that run found on CUDA, and the same on the CPU, where no ranks share a GPU."""
     options = [option for option in VARIANTS[variant] if option != "--share-gpu"]
     machine.bench(*SMOKE, *options, *BATCH, "--device", "cpu", "--out", "cpu")
-    (trials, *on_cuda), (_, *on_cpu) = (largest(machine.folder / name) for name in ("run", "cpu"))
-    numbers = " | ".join(
-        f"{number:.1e}" for pair in zip(on_cuda, on_cpu, strict=True) for number in pair
-    )
-    return f"| `{' '.join(VARIANTS[variant])}` | {trials} | {numbers} |"
+    trials, update_error, deviation = largest(machine.folder / "run")
+    _, update_error_on_cpu, deviation_on_cpu = largest(machine.folder / "cpu")
+    return {
+        "options": " ".join(VARIANTS[variant]),
+        "trials": str(trials),
+        "update_error": f"{update_error:.1e}",
+        "update_error_on_cpu": f"{update_error_on_cpu:.1e}",
+        "loss_deviation_nats": f"{deviation:.1e}",
+        "loss_deviation_on_cpu_nats": f"{deviation_on_cpu:.1e}",
+    }
 
 
 @pytest.mark.parametrize(
@@ -129,8 +134,8 @@ def test_every_backend_passes_every_gate(
     assert process.returncode == 0 and not unexpected(records) and not judged(machine), (
         process.stdout
     )
-    if out := request.config.getoption("--gpu-page"):
-        page.write_row(out, "values", row_of_the_page(machine, variant))
+    if request.config.getoption("--gpu-tables"):
+        tables.write_values(row_of_values(machine, variant))
     for record in (record for record in records if record["status"] == "ok"):
         allocator = record["time"]["cuda_memory"]
         assert 0 < allocator["allocated"] <= allocator["active"] <= allocator["reserved"]

@@ -1,4 +1,4 @@
-"""What the full form found, kept as JSON and written as a page."""
+"""What the full form found, kept as JSON and written as the second part of a page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import datetime
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -15,29 +15,31 @@ from typing import Any
 
 from bench.formatting import plain, plural
 from bench.run import machine
-from bench.tabular import markdown_table
 from tests.faults.harness import HANG_S, TIMEOUT_S
 from tests.faults.leaks import ENDING_S
+from tests.varied_table import varied_table
 
 Facts = dict[str, dict[str, dict[str, Any]]]
 """Rows by section and name: their ``cells``, and when they were ``measured``."""
+HEADING = "## What `nox -s faults` found\n"
+"""What stands above it is written by hand, and kept."""
 SECTIONS = {
     "faults": (
-        "## Faults\n\n"
-        f"A backend misbehaves on command in the second window of its trial (W = 2, gloo). The limit of inactivity is "
-        f"{HANG_S} s, the limit of a trial {TIMEOUT_S} s. Each fault has a run of its own, with the reference before "
-        "it and a sound backend after it; both have to be ok. Seconds are from the trial's start to its end. Left "
-        "behind are processes, open ports, shared memory, semaphores, locks and temporary files of the run that are "
-        f"still there {ENDING_S:g} s after its end.",
-        ("what happens", "must be", "found", "seconds", "at most", "left behind"),
+        "### Faults\n\n"
+        "A backend misbehaves in the second window of its trial (W = 2, gloo), after the reference and before a sound "
+        f"backend, which both have to be ok. Limits are {HANG_S} s without progress and {TIMEOUT_S} s of a trial. "
+        "Seconds are from the trial's start to its end. Left behind are processes, open ports, shared memory, "
+        f"semaphores, locks and temporary files of the run {ENDING_S:g} s after its end. What is not as it must be is "
+        "bold.",
+        ("found", "what happens", "longest (s)", "left behind"),
     ),
     "machine": ("", ("what happens", "what must come of it", "found", "left behind")),
     "kills": (
-        "## Kills\n\n"
-        "The runner gets a signal at a seeded random moment, is resumed, gets the signal again, and so on until the "
-        "run is finished. Then its journal is compared with that of an undisturbed run: it must have the same trials, "
-        "each once, and equal in all but timings. A finished trial that was not in the journal after a kill is lost. "
-        "Seconds are the longest time from the signal to the end of the runner.",
+        "### Kills\n\n"
+        "The runner gets a signal at seeded random moments, and is resumed, until the run is finished. Its journal "
+        "must then have the trials of an undisturbed run, each once, equal in all but timings. Trials that take no "
+        "time keep it being written. *Lost* are finished trials that were not in the journal after a kill. Seconds are "
+        "the longest from a signal to the end of the runner.",
         (
             "signal",
             "of",
@@ -51,13 +53,10 @@ SECTIONS = {
         ),
     ),
     "fuzz": (
-        "## Hostile input\n\n"
-        "Inputs are made by hypothesis, the same ones every time. Each input has to end in a result or in one line "
-        "that says what is wrong, never in a traceback, and nothing may be written outside of the output folder. A "
-        "failure would stand above, among the tests that did not pass.\n\n"
-        "No pickle that could run code is read from disk: every rank loads checkpoints with `weights_only`, and "
-        "torch.compile's caches, which hold pickled graphs, are off.",
-        ("of", "inputs"),
+        "### Hostile input\n\n"
+        "Inputs are made by hypothesis, the same ones every time. Each must end in a result or in one line that says "
+        "what is wrong, not in a traceback, and nothing may be written outside of the output folder.",
+        ("of", "inputs of each"),
     ),
     "attacks": (
         "## Attacks that were tried\n\n"
@@ -67,13 +66,11 @@ SECTIONS = {
         ("what is tried", "in 1.1.0", "now", "tests"),
     ),
     "null": (
-        "## What the bench costs\n\n"
-        "The runner's own time is the time between two lines of the journal without the trial itself, which lasts from "
-        "the request to the launcher until its answer. The runner chooses the trial, looks at the disk, judges what "
-        "the ranks wrote, writes the record with fsync, and updates the display; in real trials it also starts new "
-        "fork servers, at most every 120 s. Its time has to stay under 0.2 s. In a trial, ranks are forked and "
-        "connected, model and tokens are made, and processes are ended beside the training; the median is given. "
-        "Memory is the resident size of the runner's process; its growth is counted from a tenth of the trials on.",
+        "### What the bench costs\n\n"
+        "The runner's time is that between two lines of the journal without the trial itself, and must stay under "
+        "0.2 s. *Beside training* is the median of what else a trial takes: ranks are forked and connected, model and "
+        "tokens are made, processes are ended. Memory is the resident size of the runner's process, whose growth is "
+        "counted from a tenth of the trials on.",
         (
             "trials",
             "number",
@@ -85,10 +82,15 @@ SECTIONS = {
     ),
 }
 """Of each section its heading and text, and the head of its table."""
+COMMANDS_OF = ("an edited or broken run, read by ", "arguments of ")
+"""Beginnings of rows that differ by command."""
 
 
 def write(page: Path, facts: Facts, outcomes: Mapping[str, str]) -> None:
-    """Write the page and, beside it, its data; rows that were not measured now are kept from before."""
+    """Write the page and, beside it, its data; rows that were not measured now are kept from before.
+
+    What stands above HEADING is kept, too.
+    """
     data, git = page.with_suffix(".json"), machine.git_state()
     now = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -112,10 +114,13 @@ def write(page: Path, facts: Facts, outcomes: Mapping[str, str]) -> None:
         if outcome != "passed"
     }
     page.parent.mkdir(parents=True, exist_ok=True)
+    by_hand = "# Reliability\n\n"
+    if page.exists():
+        by_hand = page.read_text(encoding="utf-8").partition(HEADING)[0]
     data.write_text(
         json.dumps({"schema": 2, "sections": sections, "not_passed": bad}, indent=1) + "\n", "utf-8"
     )
-    page.write_text(markdown(sections, bad), encoding="utf-8")
+    page.write_text(by_hand + markdown(sections, bad), encoding="utf-8")
 
 
 def expected_rows() -> list[tuple[str, str]]:
@@ -144,7 +149,7 @@ def expected_rows() -> list[tuple[str, str]]:
 
 
 def markdown(sections: Facts, bad: Mapping[str, str]) -> str:
-    """The page; ``bad`` are the tests that failed or were skipped."""
+    """The page from HEADING on; ``bad`` are the tests that failed or were skipped."""
     lacking = [
         f"{section}: {name}"
         for section, name in expected_rows()
@@ -157,9 +162,9 @@ def markdown(sections: Facts, bad: Mapping[str, str]) -> str:
         for about in measured
     )
     parts = [
-        "# Reliability",
-        "Written by `nox -s faults`, which runs tests/faults in their full form; `nox -s faults -- -k NAME` measures "
-        "some rows again and keeps the others. `python -m pytest tests/faults` runs a short form of the same.",
+        HEADING.rstrip(),
+        "It runs tests/faults in full, for an hour, and writes this part; `nox -s faults -- -k NAME` measures some "
+        "rows again. `python -m pytest tests/faults` runs a short form.",
         "\n".join(f"- {words}: {plural(number, 'row')}." for words, number in groups.items()),
     ]
     if bad:
@@ -169,7 +174,46 @@ def markdown(sections: Facts, bad: Mapping[str, str]) -> str:
         parts.append(f"**The page is not complete. Not measured: {plain('; '.join(lacking))}.**")
     for section, (text, head) in SECTIONS.items():
         rows = [row["cells"] for row in sections.get(section, {}).values()]
-        parts += filter(
-            None, [text, "\n".join(markdown_table(head, rows)[:-1]) if rows or text else ""]
-        )
+        if section == "faults":
+            rows = _by_outcome(rows)
+        if section == "fuzz":
+            rows = _joined(rows)
+        if text:
+            parts.append(text)
+        if text or rows:
+            parts.append("\n".join(varied_table(head, rows)[:-1]))
     return "\n\n".join(parts) + "\n"
+
+
+def _by_outcome(rows: Iterable[Sequence[str]]) -> list[list[str]]:
+    """One row for all faults that ended alike and left the same behind, with the longest of their seconds.
+
+    How they must end, and in how many seconds, is not shown: what is not as it must be is bold.
+    """
+    found: dict[tuple[str, str], list[Sequence[str]]] = {}
+    for row in rows:
+        _, _, status, _, _, left = row
+        found.setdefault((status, left), []).append(row)
+    grouped = []
+    for (status, left), alike in found.items():
+        what = "; ".join(row[0] for row in alike)
+        longest = max((row[3] for row in alike), key=_seconds)
+        grouped.append([status, what, longest, left])
+    return grouped
+
+
+def _seconds(cell: str) -> tuple[bool, float]:
+    """Whether they are bold, which no longer ones may hide, and how many they are."""
+    number = cell.strip("*")
+    if not number:
+        return False, 0.0
+    return cell != number, float(number)
+
+
+def _joined(rows: Iterable[Sequence[str]]) -> list[list[str]]:
+    """One row for all commands that were given as many inputs of one kind."""
+    joined: dict[tuple[str, str], list[str]] = {}
+    for name, number in rows:
+        kind = next(filter(name.startswith, COMMANDS_OF), name)
+        joined.setdefault((kind, number), []).append(name.removeprefix(kind))
+    return [[kind + ", ".join(commands), number] for (kind, number), commands in joined.items()]

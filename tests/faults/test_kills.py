@@ -53,7 +53,7 @@ REAL = Kind(
 SHORT = replace(REAL, backends=("ddp-eager",), repeats=2, longest_s=2.0, after_first=True)
 SCRIPTED = Kind(
     name="scripted",
-    what="trials that take no time, so that the journal is written all the while",
+    what="trials that take no time",
     program=("-m", "tests.faults.scripted"),
     backends=(
         "ddp-eager",

@@ -15,22 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.formatting import plural
 from bench.run.machine import git_state
-from bench.tabular import markdown_table
 from tests.conftest import ROOT
 from tests.hosts import parts
 from tests.hosts.rig import alone
+from tests.varied_table import varied_table
 
 PAGE = ROOT / "docs" / "hosts.md"
 DATA = PAGE.with_suffix(".json")
 """What the parts found, by name."""
 HEADING = "## What was tried\n"
 WHERE = """\
-`nox -s hosts` writes this section from docs/hosts.json, where it keeps the rows, and exits with 1 if something is not
-as it must be. It makes network namespaces on one machine, joined by virtual links, under a real Slurm, and trains the
-smoke matrix over gloo. All hosts share one kernel, so the load of one is not counted as foreign to the others. Nothing
-was run on several machines, or over NCCL between hosts.
+`nox -s hosts` writes this section from docs/hosts.json, and exits with 1 if something is not as it must be. Hosts are
+network namespaces on one machine, joined by virtual links, under a real Slurm; they share a kernel, and train the smoke
+matrix over gloo. What nodes say of jobs that cannot start is in the JSON. Nothing was run on several machines, or over
+NCCL between hosts.
 """
 
 
@@ -41,6 +40,8 @@ class Part:
     title: str
     header: Sequence[str]
     rows: Callable[[parts.Hosts], Iterator[parts.Row]]
+    unshown: Sequence[str] = ()
+    """Columns that only the data has."""
 
 
 FOUND = ("what", "result")
@@ -58,6 +59,7 @@ PARTS = {
         "Jobs that cannot start",
         ("wrong with node 1", "node 0 says", "node 1 says", "exit status", "left behind"),
         parts.refusals,
+        unshown=("node 0 says", "node 1 says"),
     ),
 }
 """All parts by name, in the order of the page."""
@@ -83,14 +85,25 @@ def try_(name: str, on: parts.Hosts) -> dict[str, Any]:
 
 def page(head: str, data: Mapping[str, Any]) -> str:
     """The page: what is written by hand, then a subsection for each part that was tried."""
+    tried = {name: data[name] for name in PARTS if name in data}
+    times = {_when(found) for found in tried.values()}
     lines = [HEADING, WHERE]
-    for name, part in PARTS.items():
-        if found := data.get(name):
-            minutes = plural(found["minutes"], "minute")
-            when = f"On {found['date']}, at commit {found['commit']}, on {found['cores']} cores, in {minutes}."
-            rows = [[*row["cells"][:-1], _result(row)] for row in found["rows"]]
-            lines += [f"### {part.title}", "", when, "", *markdown_table(part.header, rows)]
+    if len(times) == 1:
+        lines += [*times, ""]
+    for name, found in tried.items():
+        part = PARTS[name]
+        lines += [f"### {part.title}", ""]
+        if len(times) > 1:
+            lines += [_when(found), ""]
+        shown = [place for place, title in enumerate(part.header) if title not in part.unshown]
+        rows = [[*row["cells"][:-1], _result(row)] for row in found["rows"]]
+        titles = [part.header[place] for place in shown]
+        lines += varied_table(titles, [[row[place] for place in shown] for row in rows])
     return head + "\n".join(lines)
+
+
+def _when(found: Mapping[str, Any]) -> str:
+    return f"On {found['date']}, at commit {found['commit']}, on {found['cores']} cores."
 
 
 def _result(row: Mapping[str, Any]) -> str:
