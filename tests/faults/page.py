@@ -59,7 +59,7 @@ SECTIONS = {
         ("of", "inputs of each"),
     ),
     "attacks": (
-        "## Attacks that were tried\n\n"
+        "### Attacks that were tried\n\n"
         "What a stranger's folder, a stranger on the network, or an accident can do, what came of it in version 1.1.0, "
         "and what has to come of it now. The last column counts the tests that passed. "
         "[SECURITY.md](../SECURITY.md) says what is promised and what is not.",

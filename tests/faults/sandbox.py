@@ -32,6 +32,8 @@ CHANGES = {
 """Audit events of changes to files, and how many of their first arguments are paths."""
 
 
+FOLLOWING = {"open", "os.chmod", "os.chown", "os.truncate"}
+"""Those that change the target of a link; the others change the folder that the link is in."""
 HARMLESS = {os.devnull, "/dev/tty"}
 """Opened to write, but no file: the terminal is handed to a command that is audited."""
 
@@ -42,6 +44,13 @@ class ReachedError(BaseException):
 
 _watch = SimpleNamespace(root="", outside=[])
 """The folder that is watched now, and what was changed outside of it."""
+
+
+def _place(path: str, *, follows: bool) -> str:
+    """Where a change is made: the target of a link, or the link itself if the change is not through it."""
+    if follows:
+        return os.path.realpath(path)
+    return str(Path(path).parent.resolve() / Path(path).name)
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
@@ -56,7 +65,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         paths = arguments[: CHANGES[event]]
     for path in paths:
         if isinstance(path, str | bytes | os.PathLike):
-            real = os.path.realpath(os.fsdecode(path))
+            real = _place(os.fsdecode(path), follows=event in FOLLOWING)
             if real not in HARMLESS and not f"{real}/".startswith(f"{_watch.root}/"):
                 _watch.outside.append(f"{event} {real}")
 
