@@ -39,8 +39,8 @@ FACTS: dict[str, tuple[str, ...]] = {
     "TrainingArguments": (N[0],),
     "Trainer": (N[1],),
 }
-SCALER = "GradScaler"
 """By the name of a class or a base, the attributes that are read."""
+SCALER = "GradScaler"
 OBSTACLES = {
     "FullyShardedDataParallel": "FSDP1 keeps gradients in flat parameters",
     "LocalSGD": "local SGD averages parameters instead of gradients",
@@ -80,6 +80,8 @@ class FoundObjects:
                 self.sharded[id(found._unsharded_param)] = found
             if _is_module(found):
                 self.modules.append(found)
+        self.roots = _outermost(self.modules)
+        """Modules that are in no other."""
         self.zero: Any = self._last.get("ZeROOptimizer")
         self._frozen: dict[tuple[int, ...], list[Tensor]] = {}
         """Parameters and buffers that are not trained, by shape."""
@@ -132,16 +134,23 @@ class FoundObjects:
                 reasons.add(text)
         return sorted(reasons)
 
-    def loss_scale(self) -> Tensor | None:
-        """The factor of a loss scaler that is in use and has unscaled nothing since its last update."""
+    def scaler_factor(self) -> Tensor | None:
+        """The factor of the newest loss scaler; None if it is not in use."""
         scaler = self._last.get(SCALER)
-        if scaler is None or not scaler._enabled or scaler._scale is None:
+        if scaler is None or not scaler._enabled:
             return None
-        for state in scaler._per_optimizer_states.values():
+        scale: Tensor | None = scaler._scale
+        return scale
+
+    def loss_scale(self) -> Tensor | None:
+        """The same; None if the scaler has unscaled gradients since its last update."""
+        scale = self.scaler_factor()
+        if scale is None:
+            return None
+        for state in self._last[SCALER]._per_optimizer_states.values():
             if state["stage"].name == "UNSCALED":
                 return None
-        scale: Tensor = scaler._scale.detach().clone()
-        return scale
+        return scale.detach().clone()
 
     def asked(self) -> int:
         """The most micro-batches per update that one asks for now: a callback may change that."""
@@ -173,13 +182,9 @@ class FoundObjects:
 
     def _parameter_names(self) -> dict[int, str]:
         """By id, with the variable that holds the outermost module, where several are trained."""
-        inner: set[int] = set()
-        for module in self.modules:
-            inner.update(map(id, module._modules.values()))
-        roots = [module for module in self.modules if id(module) not in inner]
-        prefixes = _prefixes(roots)
+        prefixes = _prefixes(self.roots)
         names: dict[int, str] = {}
-        for root in roots:
+        for root in self.roots:
             prefix = prefixes.get(id(root), "")
             tensors = [*root.named_parameters(remove_duplicate=False), *root.named_buffers()]
             for name, parameter in tensors:
@@ -194,6 +199,13 @@ class FoundObjects:
 def _is_module(found: object) -> bool:
     # isinstance would ask proxies for their class, some of which warn.
     return issubclass(type(found), torch.nn.Module) and "_modules" in vars(found)
+
+
+def _outermost(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    inner: set[int] = set()
+    for module in modules:
+        inner.update(map(id, module._modules.values()))
+    return [module for module in modules if id(module) not in inner]
 
 
 def _without_wrappers(name: str) -> str:
