@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 from bench.audit.command.gradient_weights import (
     ExplainedGradient,
@@ -17,7 +16,7 @@ from bench.audit.command.loss_scale import described
 from bench.audit.command.optimizer_audit import OptimizerAudit, pattern
 from bench.audit.command.training_audit import NOT_JUDGED, TrainingAudit
 from bench.audit.command.update_windows import counts_of
-from bench.findings import Level
+from bench.findings import Finding, Level
 
 MARKS = {Level.ERROR: "x", Level.WARNING: "!", Level.NOTE: "-", Level.GOOD: "-"}
 MOST_RANKS = 3
@@ -58,10 +57,9 @@ def _judged(audit: TrainingAudit, optimizer: OptimizerAudit) -> str:
 
 def evidence(audit: TrainingAudit) -> dict[str, str]:
     """What was seen, by name."""
-    facts = [f"{name} {fact}".strip() for name, fact in audit.first.facts.items()]
     shown = {
         "ranks": f"{len(audit.ranks)} of {audit.first.world}",
-        "wrappers": ", ".join(facts) or "none",
+        "wrappers": wrappers(audit.first.facts),
     }
     for optimizer in audit.optimizers[:MOST_OPTIMIZERS]:
         name = "updates" if optimizer is audit.optimizers[0] else f"updates {optimizer.number + 1}"
@@ -78,6 +76,12 @@ def evidence(audit: TrainingAudit) -> dict[str, str]:
     shown["sampled"] = f"{len(audit.first.leaves)} of {audit.first.num_leaves} parameters"
     shown["not seen"] = NOT_LOOKED_AT
     return shown
+
+
+def wrappers(facts: Mapping[str, str]) -> str:
+    """Wrappers and engines, with what each was asked for."""
+    shown = [f"{name} {fact}".strip() for name, fact in facts.items()]
+    return ", ".join(shown) or "none"
 
 
 def _weights(audit: TrainingAudit, optimizer: OptimizerAudit) -> dict[str, str]:
@@ -130,12 +134,19 @@ def _loss_weights(
 
 def screen(audit: TrainingAudit) -> list[str]:
     """The screen: the verdict first, then the evidence."""
-    lines = [f"{'verdict':9} {headline(audit)}"]
-    for found in audit.findings[:MOST_FINDINGS]:
+    return lines_of(headline(audit), audit.findings, evidence(audit), MOST_FINDINGS)
+
+
+def lines_of(
+    verdict: str, findings: Sequence[Finding], shown: Mapping[str, str], most: int
+) -> list[str]:
+    """A verdict, at most so many of its findings, and the evidence."""
+    lines = [f"{'verdict':9} {verdict}"]
+    for found in findings[:most]:
         lines.append(f"  {MARKS[found.level]} {found.topic}: {found.text}")
-    if len(audit.findings) > MOST_FINDINGS:
-        lines.append(f"  ... {len(audit.findings) - MOST_FINDINGS} more with --json")
-    for name, text in evidence(audit).items():
+    if len(findings) > most:
+        lines.append(f"  ... {len(findings) - most} more with --json")
+    for name, text in shown.items():
         lines.append(f"{name:9} {text}")
     return lines
 
@@ -178,7 +189,7 @@ def weight_rows(audit: TrainingAudit) -> list[WeightRow]:
     return rows
 
 
-def document(audit: TrainingAudit, status: int) -> dict[str, Any]:
+def document(audit: TrainingAudit, status: int) -> dict[str, object]:
     """The same as data."""
     return {
         "verdict": audit.verdict,

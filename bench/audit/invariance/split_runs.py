@@ -132,6 +132,9 @@ class SplitRun:
         """Updates that all ranks recorded."""
         return min((rank.updates for rank in self.ranks.values()), default=0)
 
+    def trainers(self) -> list[Trainer]:
+        return [rank.trainer for rank in self.ranks.values()]
+
     def micro_batches(self) -> Iterator[RecordedMicroBatch]:
         """Of all ranks."""
         for rank in self.ranks.values():
