@@ -7,6 +7,7 @@ RULES has their order.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TypedDict
@@ -33,7 +34,6 @@ from bench.audit.semantics_findings import (
 )
 from bench.findings import Finding, Level, error, good, note
 from bench.formatting import plural
-from bench.grouping import grouped
 from bench.plan.cell import Status
 
 STORED_LEVELS = {Level.ERROR: "wrong", Level.NOTE: "note", Level.GOOD: "detail"}
@@ -322,12 +322,11 @@ def _mean_of_means(decoded: DecodedScenario) -> Iterator[Finding]:
 def _is_even_on_ranks(update: DecodedUpdate) -> bool:
     """Whether weights are right within each rank, though its micro-batches differ in tokens."""
     ratios: dict[int, list[float]] = {}
-    tokens: dict[tuple[int, int], int] = {}
+    tokens: dict[int, Counter[int]] = {}
     for use, coefficient in update.coefficients.items():
         ratios.setdefault(use.rank, []).append(coefficient / update.right[use])
-        tokens[use.rank, use.fetch] = tokens.get((use.rank, use.fetch), 0) + use.tokens
-    by_rank = grouped((rank, count) for (rank, _), count in tokens.items())
-    if all(len(set(counts)) == 1 for counts in by_rank.values()):
+        tokens.setdefault(use.rank, Counter())[use.fetch] += use.tokens
+    if not any(len(set(by_fetch.values())) > 1 for by_fetch in tokens.values()):
         return False
     return all(is_near(max(of_rank), min(of_rank)) for of_rank in ratios.values())
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -277,13 +277,13 @@ class Scenario(TrainingPlan):
             return 1
         return self.token_weights[sample % len(self.token_weights)]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain values for JSON; ``from_dict`` is the inverse."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(
-        cls, values: Mapping[str, Any], place: str = "", name: Callable[[str], str] = str
+        cls, values: Mapping[str, object], place: str = "", name: Callable[[str], str] = str
     ) -> Scenario:
         """The scenario of plain values, as JSON or TOML have them.
 
@@ -308,7 +308,7 @@ def load(path: Path = SUITE) -> list[Scenario]:
     return [_scenario(name, table, str(path)) for name, table in tables.items()]
 
 
-def _scenario(name: str, table: Any, source: str) -> Scenario:
+def _scenario(name: str, table: object, source: str) -> Scenario:
     if not isinstance(table, dict):
         what = f"it must be a table of a scenario, [{name}]"
         raise InputError(f"{source}: {name} is {shown(table)}; {what}")

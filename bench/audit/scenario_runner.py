@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from bench.audit.decoded_scenario import FailureRecord, RankRecord
 from bench.audit.hugging_face_job import AuditedHuggingFace
@@ -69,7 +69,7 @@ def audited(backend: type[Backend]) -> type[Backend]:
     return backend
 
 
-def work(task: AuditTask, rank: int, device: torch.device) -> dict[str, Any]:
+def work(task: AuditTask, rank: int, device: torch.device) -> dict[str, object]:
     """One rank's part; see ``bench.plan.task.Task``."""
     backend = audited(only(task.backend, task.plugin))
     audits = []

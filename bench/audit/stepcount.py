@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from bench.audit.training_plan import TrainingPlan, ceil
 from bench.backends.accelerate import AccelerateBackend
@@ -138,7 +137,7 @@ class Steps:
     samples_unread: int
     """Samples left in an epoch that training did not finish, or beyond ``limit_batches``."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain values for JSON; ``update_scales`` becomes a list of pairs."""
         return dataclasses.asdict(self) | {
             "update_scales": [[*pair] for pair in self.update_scales.items()]
@@ -150,13 +149,11 @@ class _Count:
 
     def __init__(self, training: TrainingPlan, rule: StepRule, n: int, *, by_updates: bool) -> None:
         self.n, self.per_epoch = n, training.micro_batches_per_epoch
-        self.carries, self.clears = rule.stepping in CARRIES, rule.clears
+        self.carries = rule.stepping in CARRIES
         if rule.carries and self.per_epoch > n:
             self.carries = True
-        self.is_split, self.flushes = (
-            rule.stepping is Stepping.SPLIT,
-            rule.stepping is Stepping.FLUSH,
-        )
+        self.clears = rule.clears
+        self.flushes = rule.stepping is Stepping.FLUSH
         self.by_updates = by_updates
         """Whether ``max_steps`` is compared with the updates, not with the full windows of the
         epochs."""
@@ -190,8 +187,11 @@ class _Count:
             self.cleared, self.cleared_ends = self.size, self.ends
         room = self.n - self.size
         if not self.carries:
+            divisor = self.n
+            if self.flushes:
+                divisor = size
             self.updates += times
-            self.kept[size if self.flushes else self.n] += times
+            self.kept[divisor] += times
         elif size < room:
             self.size += size
             self.ends += ends_epoch
@@ -208,9 +208,10 @@ class _Count:
     def epoch(self, limit: int | None = None) -> None:
         """Count an epoch, up to where the counter reaches the limit: it changes in every block, or not in the last."""
         blocks = ceil(self.per_epoch, self.n)
-        left = None if limit is None else limit - self.counter
+        left = None
         number = blocks
-        if left is not None:
+        if limit is not None:
+            left = limit - self.counter
             number = min(blocks, left)
         if number > 1:
             self.block(self.n)
@@ -244,8 +245,11 @@ def _count(
     period = 1
     if found.carries:
         period = n // math.gcd(found.per_epoch, n)
+    length = period
+    if epochs is not None:
+        length = min(epochs, period)
     pattern: list[int] = []
-    while len(pattern) < (period if epochs is None else min(epochs, period)):
+    while len(pattern) < length:
         before = found.updates
         found.epoch()
         pattern.append(found.updates - before)
@@ -324,7 +328,9 @@ def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
             end = None
         if end is None and never_reached(training, rule):
             stops, by_updates = Stops.NEVER, True
-        left = None if limit is None else limit - sum(part.counter for part in parts)
+        left = None
+        if limit is not None:
+            left = limit - sum(part.counter for part in parts)
         parts.append(_count(training, rule, n, end, left, by_updates=by_updates))
         if parts[-1].counter == left:
             if stops is not Stops.NEVER:
@@ -373,7 +379,10 @@ def _steps(training: TrainingPlan, rule: StepRule, parts: Sequence[_Count], stop
         if stops is not Stops.NEVER:
             counted += part.counter
         for kept, number in part.kept.items():
-            scales[kept / (part.n * (part.n if rule.twice else 1))] += number
+            divisor = part.n
+            if rule.twice:
+                divisor *= part.n
+            scales[kept / divisor] += number
     finished, begun = consumed // per_epoch, ceil(consumed, per_epoch)
     samples_lost = _samples(training, lost, lost_ends)
     samples_open = _samples(training, last.size, last.ends)

@@ -134,7 +134,10 @@ def rule_name(rule: StepRule) -> str:
     if rule.whole_windows:
         return f"{rule.stepping} (whole windows)"
     if rule.stepping is not Stepping.SPLIT:
-        return str(rule.stepping) if rule.counted else f"{rule.stepping} (no counter)"
+        name = str(rule.stepping)
+        if not rule.counted:
+            name += " (no counter)"
+        return name
     words = []
     if rule.clears:
         words.append("clearing")

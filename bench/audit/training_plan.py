@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
@@ -14,7 +14,7 @@ LARGEST_ACCUMULATE = 1_000_000
 """The largest N; the pattern of steps per epoch, which is listed, may have N epochs."""
 
 
-def _in_tuple(value: Any) -> Any:
+def _in_tuple(value: object) -> object:
     if isinstance(value, int):
         return (value,)
     return value
@@ -164,7 +164,7 @@ class TrainingPlan:
             limits.append(of_epochs)
         return min(limits)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The inputs, then what follows from them under every backend."""
         return dataclasses.asdict(self) | {
             "accumulate": self.n,
