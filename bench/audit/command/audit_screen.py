@@ -45,7 +45,9 @@ def _judged(audit: TrainingAudit, optimizer: OptimizerAudit) -> str:
     """Which updates of an optimizer are judged."""
     judged = len(optimizer.mine)
     total = audit.num_updates(optimizer.number)
-    which = f"updates 1 to {judged}" if judged > 1 else "update 1"
+    which = "update 1"
+    if judged > 1:
+        which = f"updates 1 to {judged}"
     if total is None:
         which += " (how many there are is not known)"
     elif total > judged:
@@ -62,7 +64,9 @@ def evidence(audit: TrainingAudit) -> dict[str, str]:
         "wrappers": wrappers(audit.first.facts),
     }
     for optimizer in audit.optimizers[:MOST_OPTIMIZERS]:
-        name = "updates" if optimizer is audit.optimizers[0] else f"updates {optimizer.number + 1}"
+        name = "updates"
+        if optimizer is not audit.optimizers[0]:
+            name += f" {optimizer.number + 1}"
         counts = pattern(counts_of(optimizer.mine))
         update = optimizer.mine[:2][-1]  # the first may be a special one
         shown[name] = f"{counts} backwards; events {update.events}; {optimizer.title()}"
@@ -110,7 +114,9 @@ def _numbers(weights: list[Weight], losses: Mapping[Place, float | None]) -> str
     numbers = []
     for found in weights[:MOST_WEIGHTS]:
         weight = losses.get(found.place)
-        numbers.append(f"{found.weight if weight is None else weight:.4f}")
+        if weight is None:
+            weight = found.weight
+        numbers.append(f"{weight:.4f}")
     if len(weights) > MOST_WEIGHTS:
         numbers.append("...")
     return " ".join(numbers)

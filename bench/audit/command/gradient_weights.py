@@ -178,7 +178,9 @@ class _Equation:
     def column(self, place: Place) -> Vector:
         """A micro-gradient; 0 where that backward has not reached the parameter."""
         found = self.columns.get(place)
-        return np.zeros(len(self.right)) if found is None else found
+        if found is None:
+            return np.zeros(len(self.right))
+        return found
 
     def block(self, places: Sequence[Place]) -> Vector:
         """The columns of some backwards, and of what was left: [coordinate, column]."""
@@ -232,7 +234,10 @@ def fit(columns: Vector, right: Vector) -> tuple[Vector, Vector, float]:
     errors = np.linalg.norm(inverse, axis=1) * rest / (rows - count) ** 0.5
     errors[np.diag(inverse @ scaled) < 1 - 1e-6] = np.inf
     size = np.linalg.norm(right)
-    return solution / lengths, errors / lengths, float(rest / size) if size else 0.0
+    share = 0.0
+    if size:
+        share = float(rest / size)
+    return solution / lengths, errors / lengths, share
 
 
 def explain(

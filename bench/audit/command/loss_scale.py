@@ -264,8 +264,10 @@ class LossScale:
             count = micro_batches(update, self._ratio)
             if count:
                 known.append(count)
-        self.usual = mode(sorted(known)) if known else 0
+        self.usual = 0
         """Micro-batches of most updates; 0 if that is not visible."""
+        if known:
+            self.usual = mode(sorted(known))
 
     def findings(self) -> Iterator[Finding]:
         """What the weights sum to, and whether all terms weigh the same."""
@@ -365,7 +367,9 @@ class LossScale:
         """The same of one gradient."""
         main = weighed.main
         if not main:
-            criterion = weighed.losses[0].criterion if weighed.losses else None
+            criterion = None
+            if weighed.losses:
+                criterion = weighed.losses[0].criterion
             return f"no mean over a visible number of terms: {described(criterion)}"
         sums = []
         for kind in main:
@@ -410,7 +414,9 @@ class LossScale:
         return 1.0
 
     def _is_one(self, total: float) -> bool:
-        return abs(total - 1) <= (NEAR_IN_LOW_PRECISION if self.is_low else TOLERANCE)
+        if self.is_low:
+            return abs(total - 1) <= NEAR_IN_LOW_PRECISION
+        return abs(total - 1) <= TOLERANCE
 
     def _of_totals(self, sums: dict[int, float]) -> Iterator[Finding]:
         self.total = median(sums.values())
@@ -452,7 +458,9 @@ class LossScale:
         if shown > self.usual:
             topic, shown = "overfull window", max(counts.values())
         which = ", ".join(str(number + 1) for number in sorted(counts)[:4])
-        subject = f"updates {which} have" if len(counts) > 1 else f"update {which} has"
+        subject = f"update {which} has"
+        if len(counts) > 1:
+            subject = f"updates {which} have"
         text = f"{subject} {shown} micro-batches where others have {self.usual}: {example}"
         return self._accuse(topic, text, [self._mine[min(counts)].step.place])
 
@@ -504,7 +512,9 @@ class LossScale:
         if doubt:
             return f"this may be meant, {doubt}"
         total = wrong[min(wrong)]
-        steps = round(1 / total) if total else 0
+        steps = 0
+        if total:
+            steps = round(1 / total)
         if self.usual == 1 and steps > 1 and abs(total * steps - 1) < NEAR:
             text = f"a step at each micro-batch, as if {steps} were to be accumulated"
             num_clipped = 0
@@ -516,7 +526,9 @@ class LossScale:
         return "this may be meant"
 
     def _equals(self, wrong: dict[int, float], expected: Mapping[int, float]) -> bool:
-        near = NEAR_IN_LOW_PRECISION if self.is_low else NEAR
+        near = NEAR
+        if self.is_low:
+            near = NEAR_IN_LOW_PRECISION
         for number, total in wrong.items():
             if not expected[number] or abs(total / expected[number] - 1) >= near:
                 return False

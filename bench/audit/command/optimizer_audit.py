@@ -50,7 +50,9 @@ def names(leaves: list[str]) -> str:
     """The first few parameters."""
     more = len(leaves) - MOST_NAMES
     text = ", ".join(leaves[:MOST_NAMES])
-    return f"{text} and {more} more" if more > 0 else text
+    if more > 0:
+        text += f" and {more} more"
+    return text
 
 
 class OptimizerAudit:
@@ -284,13 +286,16 @@ class OptimizerAudit:
             changing += within > 0 or (last is not None and rates[:1] not in ([], [last]))
             if update.count > 1 and within >= update.count - 1:
                 moving.append(number)
-            last = rates[-1] if rates else None
+            last = None
+            if rates:
+                last = rates[-1]
         # A schedule that has come to its end changes nothing any more.
         if len(moving) > 1 and len(moving) >= changing - 1:
             which = ", ".join(map(str, moving[:4]))
-            more = f" and {len(moving) - 4} more" if len(moving) > 4 else ""
+            if len(moving) > 4:
+                which += f" and {len(moving) - 4} more"
             text = f"the schedule steps {self.usual} times per update"
-            where = f"the learning rate changes at every backward of updates {which}{more}"
+            where = f"the learning rate changes at every backward of updates {which}"
             yield self._say("schedule", f"{text}: {where}")
 
     def _names(self, leaves: list[int]) -> list[str]:
@@ -455,9 +460,11 @@ class OptimizerAudit:
     def _of_lost_places(
         self, update: AuditedUpdate, number: int, rank: int, places: list[int]
     ) -> Finding:
-        cleared = " (cleared at Z)" if "Z" in update.events else ""
         shown = [place + 1 for place in places]
-        text = f"micro-batches {shown} of update {number + 1} have weight 0 on rank {rank}: {update.events}{cleared}"
+        text = f"micro-batches {shown} of update {number + 1} have weight 0 on rank {rank}"
+        text += f": {update.events}"
+        if "Z" in update.events:
+            text += " (cleared at Z)"
         lost, rest = [], []
         for place, backward in enumerate(update.backwards):
             if place in places:
@@ -709,4 +716,7 @@ def _is_divided_again(weights: list[float]) -> bool:
 
 def pattern(counts: list[int]) -> str:
     """The first few numbers."""
-    return " ".join(map(str, counts[:6])) + (" ..." if len(counts) > 6 else "")
+    shown = list(map(str, counts[:6]))
+    if len(counts) > 6:
+        shown.append("...")
+    return " ".join(shown)

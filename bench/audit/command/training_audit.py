@@ -183,7 +183,9 @@ class TrainingAudit:
     def _of_facts(self) -> Iterator[Finding]:
         facts = self.first.facts
         if PLUGIN in facts and SHARDED.isdisjoint(facts):
-            wrapper = DDP if DDP in facts else "no wrapper at all"
+            wrapper = "no wrapper at all"
+            if DDP in facts:
+                wrapper = DDP
             text = f"a {PLUGIN} was given, but no parameter is sharded: {wrapper} trains"
             yield error("not sharded", text)
 
@@ -260,7 +262,9 @@ class TrainingAudit:
             return
         optimizer, count, wanted = wrong[0]
         text = f"{optimizer.label}{wanted} micro-batches per update were asked for, an update has {count}"
-        total = optimizer.scale.total if optimizer.scale else None
+        total = None
+        if optimizer.scale is not None:
+            total = optimizer.scale.total
         is_off = total is not None and abs(total - 1) >= 0.02
         if not num_fitting and (self.expect or is_off):
             yield error("other N", text)

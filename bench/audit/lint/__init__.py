@@ -203,6 +203,9 @@ def _subjects(training: _Training) -> Iterable[object]:
     """What rules are about in a training. Raises InputError for a wrong value."""
     config, options, launch = training.config, training.options, training.launch
     adapter = config.adapter
+    dtype_keys: tuple[str, ...] = ()
+    if adapter is not None:
+        dtype_keys = adapter.dtype_keys
     if config.reader is Reader.LIGHTNING:
         yield from lightning_rules.subjects(
             config.root, options, is_command_line=config.is_command_line
@@ -219,7 +222,7 @@ def _subjects(training: _Training) -> Iterable[object]:
             options,
             launch=launch,
             has_bf16_parameters=adapter is not None and adapter.bf16_parameters,
-            dtype_keys=adapter.dtype_keys if adapter is not None else (),
+            dtype_keys=dtype_keys,
             has_plain_defaults=adapter is not None and not adapter.evidence,
         )
         if launch is not None:

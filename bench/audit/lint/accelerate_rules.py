@@ -21,6 +21,8 @@ from bench.findings import Level
 PLUGIN = "accelerate/utils/dataclasses.py DeepSpeedPlugin"
 ACCELERATOR, SCHEDULER = "accelerate/accelerator.py", "accelerate/scheduler.py"
 NONE = "none"
+DEFAULT_STAGE = 2
+"""Of ZeRO, where a config has none."""
 SAGEMAKER = "AMAZON_SAGEMAKER"
 SEVERAL_RANKS = {
     *(
@@ -120,7 +122,9 @@ def subjects(
         )
         if engine.clip:  # accelerate drops a threshold of 0
             yield SameValue(engine.part.at("gradient_clipping"), arguments.clip, "max_grad_norm")
-    precision = root.at("mixed_precision")
+    place = precision = root.at("mixed_precision")
+    if not precision.given:
+        place = inner
     if not engine.is_known:
         return
     yield GradientSum(
@@ -128,21 +132,26 @@ def subjects(
         n or 1,
         options,
         ranks,
-        precision if precision.given else inner,
+        place,
     )
 
 
 def _engine(inner: ConfigPart) -> DeepSpeedConfig:
     """What accelerate tells DeepSpeed where there is no config file."""
-    clip, stage = inner.at("gradient_clipping"), inner.at("zero_stage").zero_stage()
+    clip, threshold = inner.at("gradient_clipping"), None
+    if clip.value != NONE:
+        threshold = clip.number(also=AUTO)
+    stage = inner.at("zero_stage").zero_stage()
+    if stage is None:
+        stage = DEFAULT_STAGE
     return DeepSpeedConfig(
         # Its keys are DeepSpeed's only in part; none of them is one that rules about sums look up.
         part=inner,
         accumulate=inner.at("gradient_accumulation_steps").integer(
             most=LARGEST_ACCUMULATE, also=AUTO
         ),
-        clip=None if clip.value == NONE else clip.number(also=AUTO),
-        stage=2 if stage is None else stage,
+        clip=threshold,
+        stage=stage,
         offload=inner.at("offload_optimizer_device").string() not in {None, NONE},
     )
 

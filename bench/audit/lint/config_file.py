@@ -341,7 +341,9 @@ def _loaded(text: str, file: str, *, is_json: bool) -> ConfigPart:
     try:
         loader = _Loader(text, file, is_json=is_json)
         node = loader.get_single_node()
-        values = None if node is None else loader.value_of(node, ())
+        values = None
+        if node is not None:
+            values = loader.value_of(node, ())
     except InputError:
         raise
     except RecursionError:

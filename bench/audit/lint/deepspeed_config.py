@@ -84,6 +84,8 @@ def read(part: ConfigPart) -> DeepSpeedConfig:
     for name in ("zero_optimization", "bf16", "bfloat16", "fp16", "data_types"):
         part.at(name).mapping()
     dtype = part.at("data_types.grad_accum_dtype").string()
+    if dtype == AUTO:
+        dtype = None
     offload = part.at("zero_optimization.offload_optimizer").mapping()
     return DeepSpeedConfig(
         part=part,
@@ -97,7 +99,7 @@ def read(part: ConfigPart) -> DeepSpeedConfig:
         offload=offload.given and offload.at("device").string() not in {None, "none"},
         bf16=part.at(f"{_bf16_key(part)}.enabled").flag(default=False, also=AUTO),
         fp16=part.at("fp16.enabled").flag(default=False, also=AUTO),
-        accumulation_dtype=None if dtype == AUTO else dtype,
+        accumulation_dtype=dtype,
         drop_last=part.at("dataloader_drop_last").flag(default=False, also=AUTO),
         managed=part.at("managed_gradient_accumulation").flag(default=True),
     )

@@ -115,9 +115,13 @@ def _batch_sizes(training: DeepSpeedAlone) -> Iterator[Found]:
     factors = {name: number for name, number in given.items() if number is not None}
     product, is_complete = math.prod(factors.values()), len(factors) == len(given)
     # DeepSpeed infers a missing factor by division without remainder, and then refuses the product.
-    if train == product if is_complete else train % product == 0:
+    wanted = str(product)
+    fits = train == product
+    if not is_complete:
+        wanted = f"a multiple of {product}"
+        fits = train % product == 0
+    if fits:
         return
-    wanted = f"{'' if is_complete else 'a multiple of '}{product}"
     names = " x ".join(f"{name} {number}" for name, number in factors.items())
     what = f"DeepSpeed refuses train_batch_size {train}: it is not {wanted} = {names}"
     yield Found(
@@ -140,8 +144,10 @@ def _silent_clip(training: DeepSpeedAlone) -> Iterator[Found]:
     place = part.at("gradient_clipping")
     if place.given or training.config.autos or not is_known_bad(SILENT_CLIPPING, used):
         return
+    level = Level.WARNING
     # Without an optimizer it may be for inference, or a part that the program fills up.
-    is_complete = part.at("optimizer").given
+    if not part.at("optimizer").given:
+        level = Level.NOTE
     small = SmallRun(4, 8)
     yield Found(
         place,
@@ -150,7 +156,7 @@ def _silent_clip(training: DeepSpeedAlone) -> Iterator[Found]:
         'set "gradient_clipping" to 0.0 to clip nothing, or to the threshold that is meant',
         small.command("deepspeed-zero2-eager", clip=small.clip)
         + " (shows what a threshold does; the default is 1.0)",
-        Level.WARNING if is_complete else Level.NOTE,
+        level,
     )
 
 
@@ -168,7 +174,14 @@ def _carried(training: DeepSpeedAlone) -> Iterator[Found]:
     plan = options.windows(n, micro, ranks, drop_last=config.drop_last)
     if plan is None or not plan.partial_window:
         return
-    num_batches, small = plan.micro_batches_per_epoch, SmallRun.of(n, plan.micro_batches_per_epoch)
+    num_batches = plan.micro_batches_per_epoch
+    small = SmallRun.of(n, num_batches)
+    backend = "deepspeed-zero2-eager"
+    if config.stage == 3:
+        backend = "deepspeed-zero3-eager"
+    code = "WIN01"
+    if plan.full_windows:
+        code = "TAIL02"
     yield Found(
         config.part.at("gradient_accumulation_steps"),
         f"DeepSpeed continues a window in the next epoch: {num_batches} micro-batches per epoch and rank give "
@@ -177,9 +190,9 @@ def _carried(training: DeepSpeedAlone) -> Iterator[Found]:
         f"make the samples a multiple of {(micro or 0) * n * (ranks or 0)}, or call "
         "engine.set_gradient_accumulation_boundary(True) before the last micro-batch of an epoch",
         small.command(
-            f"deepspeed-zero{3 if config.stage == 3 else 2}-eager",
+            backend,
             drop_last=config.drop_last,
             epochs=small.epochs_of_two_steps,
         ),
-        code="TAIL02" if plan.full_windows else "WIN01",
+        code=code,
     )

@@ -89,25 +89,28 @@ class TrainerArguments:
         """0 for no limit."""
         self.total_steps = self.max_steps
         """Optimizer steps of the whole training; 0 if they cannot be calculated."""
-        unknown = [
-            part.at(name).unknown
-            for name in ("max_steps", "num_train_epochs", "gradient_accumulation_steps")
-        ]
-        if self.max_steps or any(unknown):
-            pass
-        elif options.samples and (self.world_size or self.is_split):
-            # accelerate deals batches of the data set to the ranks in turn, or splits each among them.
-            ranks = 1
-            if not self.is_split:
-                ranks = self.world_size or 1
-            together = self.micro_batch * ranks
-            is_dropped = part.at("dataloader_drop_last").flag(default=False)
-            batches = options.samples // together if is_dropped else ceil(options.samples, together)
-            windows = windows_of(max(batches, 1), self.accumulate).windows
-            self.total_steps = math.ceil((DEFAULT_EPOCHS if epochs is None else epochs) * windows)
-        else:
-            options.want(options.samples, self.world_size, self.micro_batch)
+        ends = ("max_steps", "num_train_epochs", "gradient_accumulation_steps")
+        if not self.max_steps and not any(part.at(name).unknown for name in ends):
+            self.total_steps = self._steps_of_epochs(epochs)
         self.has_bf16_parameters = has_bf16_parameters
+
+    def _steps_of_epochs(self, epochs: float | None) -> int:
+        """Of the whole training; 0 if they cannot be calculated."""
+        options = self.options
+        if not options.samples or not (self.world_size or self.is_split):
+            options.want(options.samples, self.world_size, self.micro_batch)
+            return 0
+        # accelerate deals batches of the data set to the ranks in turn, or splits each among them.
+        ranks = 1
+        if not self.is_split:
+            ranks = self.world_size or 1
+        together = self.micro_batch * ranks
+        batches = ceil(options.samples, together)
+        if self.part.at("dataloader_drop_last").flag(default=False):
+            batches = options.samples // together
+        if epochs is None:
+            epochs = DEFAULT_EPOCHS
+        return math.ceil(epochs * windows_of(max(batches, 1), self.accumulate).windows)
 
     def _dtype(self, name: str) -> bool | None:
         """Whether training is in a dtype; None if it is not known."""

@@ -102,9 +102,7 @@ def _logical_lines(text: str) -> Iterator[list[Word]]:
         if not pieces and stripped.lstrip().startswith("#"):
             continue
         continues = stripped.endswith("\\")
-        pieces.append(
-            (number, SUBSTITUTION.sub("${command}", stripped[:-1] if continues else stripped))
-        )
+        pieces.append((number, SUBSTITUTION.sub("${command}", stripped.removesuffix("\\"))))
         if continues and len(pieces) < MAX_LINES:
             continue
         words = _words(pieces)
@@ -149,10 +147,12 @@ def _note_assignments(words: Sequence[Word], variables: _Variables) -> None:
         name, more, value = match.groups()
         is_alone = place == len(texts) - 1 or ASSIGNMENT.match(texts[place + 1]) is not None
         value = variables.expand(value)
-        is_plain = (
-            not more and not re.search(r"[$`(]", value) and (is_alone or place > 0 or bool(value))
-        )
-        variables.assign(name, value if is_plain else None)
+        is_set = is_alone or place > 0 or bool(value)
+        is_plain = not more and is_set and not re.search(r"[$`(]", value)
+        known = None
+        if is_plain:
+            known = value
+        variables.assign(name, known)
 
 
 def _between_ends(words: Sequence[Word]) -> Iterator[list[Word]]:

@@ -99,15 +99,17 @@ def subjects(
 
 def _sum(training: LightningConfig, engine: DeepSpeedConfig) -> GradientSum:
     """Sums under DeepSpeed, whose dtype is the Trainer's precision unless its own config has that dtype's part."""
-    names = [
-        name
-        for name, start in (("bf16", "bf16"), ("fp16", "16"))
-        if training.precision.startswith(start)
-    ]
+    names = []
+    for name, start in (("bf16", "bf16"), ("fp16", "16")):
+        if training.precision.startswith(start):
+            names.append(name)
     filled = engine
+    key = "strategy"
     if names:
         filled = engine.with_dtypes(names, auto=False)
-    place = training.trainer.at("strategy" if filled == engine else "precision")
+        if filled != engine:
+            key = "precision"
+    place = training.trainer.at(key)
     return GradientSum(filled, training.accumulate, training.options, training.world_size, place)
 
 

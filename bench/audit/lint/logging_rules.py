@@ -182,7 +182,9 @@ def _silent(training: LightningConfig, plan: TrainingPlan, *, is_logged: bool) -
         small = SmallRun.of(plan.n, plan.micro_batches_per_epoch)
         return small.command(training.backend, epochs=small.epochs_of_two_steps)
     n = SmallRun.of(training.accumulate).accumulate
-    every, window = (1, 2 * n + 1) if is_logged else (3, n + 1)
+    every, window = 3, n + 1
+    if is_logged:
+        every, window = 1, 2 * n + 1
     return proof.throughput(n, every, max(window, 2), 2 * n, " --epochs 1")
 
 
@@ -191,11 +193,8 @@ def _silent(training: LightningConfig, plan: TrainingPlan, *, is_logged: bool) -
 @rule(LightningConfig, "LOG02", "lightning: {log_every_n_steps: 8}")
 @says(Level.NOTE, "log_every_n_steps counts optimizer steps", LOGGER)
 def _log_every(training: LightningConfig) -> Iterator[Found]:
-    place, every, plan = (
-        training.trainer.at("log_every_n_steps"),
-        training.log_every,
-        training.windows,
-    )
+    place, every = training.trainer.at("log_every_n_steps"), training.log_every
+    plan = training.windows
     n = training.accumulate
     if not every or not training.trains or n == 1:
         return
@@ -211,12 +210,15 @@ def _log_every(training: LightningConfig) -> Iterator[Found]:
         )
     elif place.given and every > 1 and every % n == 0:
         small = SmallRun.of(n).accumulate
+        shown = small
+        if every * small <= LONGEST:
+            shown = every
         yield Found(
             place,
             f"{every} optimizer steps are {every * n} micro-batches, and a value logged per step is that of the "
             "window's last micro-batch alone",
             f"if {every} micro-batches are meant, set it to {every // n}",
-            proof.throughput(small, every if every * small <= LONGEST else small, small + 1),
+            proof.throughput(small, shown, small + 1),
             code="LOG02",
         )
 
@@ -293,17 +295,15 @@ def _rates(training: LightningConfig) -> Iterator[Found]:
             f"train longer, and set window_size to {rates.period + 1}: k x {rates.period} + 1"
         )
     small = rates.shortened(window)
+    batches = None
+    if small.num_batches != small.accumulate:
+        batches = small.num_batches
     yield Found(
         place,
         f"{span} do not have their share of optimizer steps: logged rates are {low}{found.high:.3f} of the truth where "
         f"a step takes as long as {STEP:g} micro-batches, down to {found.limit:.3f} where it takes longer",
         "; or ".join(fixes),
-        proof.throughput(
-            small.accumulate,
-            1,
-            window,
-            None if small.num_batches == small.accumulate else small.num_batches,
-        ),
+        proof.throughput(small.accumulate, 1, window, batches),
         code="THR01",
     )
 
@@ -322,7 +322,9 @@ def _never_logged(
     if logged:
         when = f"the last logged step, {logged}, comes after {most} micro-batches"
     else:
-        when = "no step is logged" + (" (LOG01)" if training.accumulate > 1 else "")
+        when = "no step is logged"
+        if training.accumulate > 1:
+            when += " (LOG01)"
         fixes = [_log_more_often(last)]
         most = window
         if last:

@@ -58,7 +58,9 @@ class SmallRun:
         rest = num_batches % accumulate
         if small != accumulate and rest:
             rest = min(max(round(rest * small / accumulate), 1), small - 1)
-        return SmallRun(small, rest if num_batches < accumulate else 2 * small + rest)
+        if num_batches < accumulate:
+            return SmallRun(small, rest)
+        return SmallRun(small, 2 * small + rest)
 
     def command(
         self,

@@ -71,7 +71,10 @@ class GradientSum:
 )
 def _dtype(gradients: GradientSum) -> Iterator[Found]:
     config, used = gradients.config, gradients.options.deepspeed
-    dtype, place = "bf16" if config.bf16 else "fp16", config.part.at("data_types.grad_accum_dtype")
+    place = config.part.at("data_types.grad_accum_dtype")
+    dtype = "fp16"
+    if config.bf16:
+        dtype = "bf16"
     if gradients.n == 1 or not (config.bf16 or config.fp16):
         return
     is_plain_bf16 = config.bf16 and config.stage == 0
@@ -89,9 +92,9 @@ def _dtype(gradients: GradientSum) -> Iterator[Found]:
             fix += " (which needs ZeRO stage 1, 2 or 3)"
         elif config.stage == 2 and config.bf16 and is_known_bad(BF16_SUM, used):
             fix += f", and use {NEEDS_FP32_SUM} (VER03)"
-        yield from in_16_bits(
-            place if place.given else gradients.place(f"{dtype}.enabled"), gradients.n, dtype, fix
-        )
+        if not place.given:
+            place = gradients.place(f"{dtype}.enabled")
+        yield from in_16_bits(place, gradients.n, dtype, fix)
 
 
 def in_16_bits(place: ConfigPart, accumulate: int, dtype: str, fix: str) -> Iterator[Found]:
@@ -219,12 +222,10 @@ def _known_bad(gradients: GradientSum) -> Iterator[Found]:
         advisory = found.advisory
         if not found.is_certain or advisory.id in have_rules:
             continue
-        keys = [
-            key.removeprefix("deepspeed.")
-            for key in advisory.condition
-            if key.startswith("deepspeed.")
-        ]
-        place = gradients.place(keys[-1]) if keys else gradients.config.part
+        place = gradients.config.part
+        for key in advisory.condition:
+            if key.startswith("deepspeed."):
+                place = gradients.place(key.removeprefix("deepspeed."))
         what = f"DeepSpeed {used}: {advisory.title}: {advisory.effect}"
         yield Found(
             place,

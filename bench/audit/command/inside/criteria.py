@@ -109,7 +109,9 @@ def _criterion_of_terms(node: Node) -> Node | None:
             return None
         else:
             queue += [following for following, _ in outer.next_functions]
-    return found[0] if len(found) == 1 else None
+    if len(found) != 1:
+        return None
+    return found[0]
 
 
 def _read_seed(entry: LossPart, seeds: Seeds) -> None:

@@ -253,6 +253,8 @@ def _read(found: object, attribute: str) -> object:
     """An attribute, or what a method returns; None before it is set up."""
     try:
         value: object = attrgetter(attribute)(found)
-        return value() if callable(value) else value
+        if callable(value):
+            value = value()
     except Exception:
         return None
+    return value

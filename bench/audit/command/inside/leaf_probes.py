@@ -117,7 +117,9 @@ class LeafProbe:
     def gradient(self) -> Tensor:
         """The gradient as the optimizer finds it: 0 where it is None, and NaN where it is not on this rank."""
         gradient = self.holder.grad
-        local = None if gradient is None else plain(gradient)
+        local = None
+        if gradient is not None:
+            local = plain(gradient)
         if local is not None and self._is_whole and not local.is_sparse:
             return local.detach().take(self._places).double()
         values = torch.full(

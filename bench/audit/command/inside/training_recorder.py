@@ -96,10 +96,8 @@ class TrainingRecorder:
 
     def restart(self) -> None:
         """Begin anew: a forked process trains by itself."""
-        self._folder, self._num_sampled = (
-            Path(os.environ["BENCH_AUDIT_FOLDER"]),
-            int(os.environ["BENCH_AUDIT_UPDATES"]),
-        )
+        self._folder = Path(os.environ["BENCH_AUDIT_FOLDER"])
+        self._num_sampled = int(os.environ["BENCH_AUDIT_UPDATES"])
         self.active = self.sampling = True
         self.fetched = 0
         """Batches that data loaders have handed out."""
@@ -371,7 +369,9 @@ class TrainingRecorder:
             if size >= LEAST_ELEMENTS:
                 large.append(leaf)
         rank.num_leaves += len(trained)
-        coordinates = MOST_COORDINATES if len(large) <= MANY_LEAVES else FEW_COORDINATES
+        coordinates = MOST_COORDINATES
+        if len(large) > MANY_LEAVES:
+            coordinates = FEW_COORDINATES
         room = min(MOST_AT_ONCE, MOST_LEAVES - len(self._probes))
         for leaf in evenly(large, room):
             self._probe(leaf, coordinates, rank)
@@ -499,9 +499,10 @@ def _place() -> str:
 
 def _rate(optimizer: Optimizer) -> float:
     """The learning rate of its first group; NaN where reading it would wait for a device."""
-    for group in optimizer.param_groups:
-        rate = group.get("lr")
-        return float(rate) if isinstance(rate, (int, float)) else math.nan
+    if optimizer.param_groups:
+        rate = optimizer.param_groups[0].get("lr")
+        if isinstance(rate, (int, float)):
+            return float(rate)
     return math.nan
 
 
@@ -534,7 +535,10 @@ def _joined(samples: Sequence[Tensor | None]) -> dict[str, object]:
             known.append(values)
     if len({values.device for values in known}) > 1:
         known = [values.cpu() for values in known]
-    return {"sizes": sizes, "joined": torch.cat(known) if known else None}
+    joined = None
+    if known:
+        joined = torch.cat(known)
+    return {"sizes": sizes, "joined": joined}
 
 
 def _plain(value: object) -> object:

@@ -61,7 +61,9 @@ def install() -> None:
 def watch(recorder: GradientWatcher) -> None:
     """Tell a recorder what it needs to know, and leave a file that says that it is told."""
     wrap_backward(recorder)
-    names = CLIPPING if hasattr(clip_grad, CLIPPING[0]) else OLD_CLIPPING
+    names = OLD_CLIPPING
+    if hasattr(clip_grad, CLIPPING[0]):
+        names = CLIPPING
     for name in names:
         wrap_clipping(getattr(clip_grad, name), recorder)
     register_optimizer_step_pre_hook(functools.partial(recorder.guard, recorder.before_step))
@@ -115,8 +117,11 @@ def wrap_clipping(original: Callable[..., object], recorder: GradientWatcher) ->
     ) -> object:
         if not (recorder.active and recorder.sampling):
             return original(parameters, *arguments, **options)
-        clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        bound = arguments[0] if arguments else next(iter(options.values()), None)
+        if isinstance(parameters, Tensor):
+            clipped = [parameters]
+        else:
+            clipped = list(parameters)
+        bound = next(iter((*arguments, *options.values())), None)
         recorder.guard(recorder.before_clip, clipped, bound)
         result = original(clipped, *arguments, **options)
         recorder.guard(recorder.after_clip)
@@ -143,7 +148,10 @@ def _wrap_hooks(recorder: TrainingRecorder) -> None:
                 return hook(gradient)
             before = _some(gradient)
             result = hook(gradient)
-            after = _some(gradient if result is None else result)
+            if result is None:
+                after = _some(gradient)
+            else:
+                after = _some(result)
             recorder.guard(recorder.on_hook, is_parameter, before, after)
             return result
 
@@ -157,8 +165,10 @@ _OURS = __name__.rpartition(".")[0] + ".leaf_probes"
 
 def _some(gradient: object) -> Tensor | None:
     """A few values of a gradient, as they are now; None if it is no dense tensor."""
-    local = plain(gradient) if isinstance(gradient, Tensor) else None
-    if local is None or local.is_sparse or not local.numel():
+    if not isinstance(gradient, Tensor):
+        return None
+    local = plain(gradient)
+    if local.is_sparse or not local.numel():
         return None
     count = local.numel()
     places = torch.arange(0, count, max(1, count // HOOK_VALUES), device=local.device)
