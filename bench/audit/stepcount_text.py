@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from bench.audit.stepcount import StepRule, Steps, calculate, never_reached
 from bench.audit.training_plan import TrainingPlan
 from bench.backends.base import Backend
 from bench.formatting import plural
-from bench.grouping import grouped
 from bench.plan.cell import Stepping
 from bench.tabular import Table
 
@@ -30,8 +29,16 @@ SHOWN = 6
 """Epochs whose steps the table lists; ``--json`` has all."""
 
 
-Rules = Mapping[StepRule, tuple[list[str], Steps | None]]
-"""The backends that follow a rule, and its steps if they can be calculated."""
+class FollowedRule(NamedTuple):
+    """What is said of a rule."""
+
+    backends: list[str]
+    """Those that follow it."""
+    steps: Steps | None
+    """None if they cannot be calculated."""
+
+
+Rules: TypeAlias = Mapping[StepRule, FollowedRule]
 
 
 def by_rule(
@@ -40,11 +47,14 @@ def by_rule(
     transformers: tuple[int, ...] | None = None,
 ) -> Rules:
     """The rules that the backends follow; Hugging Face's Trainer that of a version, or of the newest."""
-    found = grouped(
-        (StepRule.of_backend(backend).of_trainer(transformers), name)
-        for name, backend in backends.items()
-    )
-    return {rule: (names, calculate(training, rule)) for rule, names in found.items()}
+    backends_of: dict[StepRule, list[str]] = {}
+    for name, backend in backends.items():
+        rule = StepRule.of_backend(backend).of_trainer(transformers)
+        backends_of.setdefault(rule, []).append(name)
+    found = {}
+    for rule, names in backends_of.items():
+        found[rule] = FollowedRule(names, calculate(training, rule))
+    return found
 
 
 def document(training: TrainingPlan, rules: Rules) -> dict[str, Any]:
@@ -76,7 +86,7 @@ def printed_lines(training: TrainingPlan, rules: Rules) -> Iterator[str]:
     yield _headline(training)
     yield ""
     naive = ("naive formula", str(training.naive_steps), *["-"] * (len(HEADER) - 2))
-    rows = [table_row(rule, steps) for rule, (_, steps) in rules.items()]
+    rows = [table_row(rule, followed.steps) for rule, followed in rules.items()]
     yield Table.from_rows(HEADER, [naive, *rows], range(1, len(HEADER))).text()
     yield ""
     for row in found["rules"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
@@ -33,6 +33,14 @@ Factors = Annotated[
 def ceil(dividend: int, divisor: int) -> int:
     """The quotient rounded up, exact for integers of any size."""
     return -(-dividend // divisor)
+
+
+class Phase(NamedTuple):
+    """Epochs in a row with one N."""
+
+    n: int
+    epochs: int | None
+    """None for no end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,15 +148,14 @@ class TrainingPlan:
         return ceil(self.micro_batches_per_epoch, self.n)
 
     @property
-    def phases(self) -> list[tuple[int, int | None]]:
-        """N, and for how many epochs in a row it holds; None for no end."""
+    def phases(self) -> list[Phase]:
+        """The epochs by their N, in order."""
         *others, last = self.accumulate[: self.epochs]
-        found: list[tuple[int, int | None]] = [(n, 1) for n in others]
-        if self.epochs is None:
-            found.append((last, None))
-        else:
-            found.append((last, self.epochs - len(others)))
-        return found
+        found = [Phase(n, 1) for n in others]
+        left = None
+        if self.epochs is not None:
+            left = self.epochs - len(others)
+        return [*found, Phase(last, left)]
 
     @property
     def naive_steps(self) -> int:

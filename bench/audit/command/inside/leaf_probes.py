@@ -39,6 +39,18 @@ class HeldPart(NamedTuple):
     """Where these are, in its flattened elements."""
 
 
+class Partition(NamedTuple):
+    """The part of a leaf that a flat parameter of ZeRO has."""
+
+    holder: Tensor
+    first: int
+    """Its first element in the leaf."""
+    start: int
+    """The same in the flat parameter."""
+    size: int
+    """Its elements."""
+
+
 class LeafProbe:
     """Some coordinates of one leaf."""
 
@@ -176,24 +188,24 @@ def _of_fsdp2(sharded: FSDPParam, flat: Tensor, shape: tuple[int, ...]) -> HeldP
 
 def _of_zero(leaf: Tensor, flat: Tensor, zero: Any) -> HeldPart:
     """ZeRO's flat parameter with a part of the leaf."""
-    holder, first, start, count = _partition(leaf, zero)
-    is_here = (flat >= first) & (flat < first + count)
-    return HeldPart(holder, is_here, flat[is_here] - first + start)
+    part = _partition(leaf, zero)
+    is_here = (flat >= part.first) & (flat < part.first + part.size)
+    return HeldPart(part.holder, is_here, flat[is_here] - part.first + part.start)
 
 
-def _partition(leaf: Tensor, zero: Any) -> tuple[Tensor, int, int, int]:
-    """ZeRO's flat parameter with a part of the leaf; where that starts in the leaf and in it; its size."""
+def _partition(leaf: Tensor, zero: Any) -> Partition:
+    """Which of ZeRO's flat parameters has a part of the leaf, and where."""
     if hasattr(leaf, "ds_tensor"):
         group, start, count = zero.grad_position[zero.get_param_id(leaf)]
         first = dist.get_rank(leaf.ds_process_group) * leaf.ds_tensor.ds_numel  # type: ignore[attr-defined]
-        return zero.fp32_partitioned_groups_flat[group], first, start, count
+        return Partition(zero.fp32_partitioned_groups_flat[group], first, start, count)
     mapping: Any = getattr(leaf, "_hp_mapping", None)
     if mapping is not None:
         for flat in zero.single_partition_of_fp32_groups:
             if _share_storage(flat, mapping.hp_fragment):
                 source, target = mapping.lp_fragment_address, mapping.hp_fragment_address
-                return flat, source.start, target.start, source.numel
-    return torch.empty(0), 0, 0, 0  # on other ranks
+                return Partition(flat, source.start, target.start, source.numel)
+    return Partition(torch.empty(0), 0, 0, 0)  # on other ranks
 
 
 def _share_storage(first: Tensor, second: Tensor) -> bool:

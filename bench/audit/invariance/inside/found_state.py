@@ -31,7 +31,7 @@ class FlatPart(NamedTuple):
     name: str
     first: int
     """The first of its elements."""
-    count: int
+    size: int
     """How many they are."""
 
 

@@ -359,7 +359,7 @@ class StateRecorder:
             parts = state.parts.get(id(parameter), ())
             if parts and value is not None and plain(value).dim() == 1:
                 for part in parts:
-                    values = plain(value)[part.first : part.first + part.count]
+                    values = plain(value)[part.first : part.first + part.size]
                     named.append((f"{part.name} (part)", values))
             else:
                 named.append((self._name(parameter), value))
