@@ -65,7 +65,10 @@ class Wanted(BaseModel):
             return True
         if self.least is not None and isinstance(value, (int, float)) and value >= self.least:
             return True
-        return any(type(value) is type(wanted) and value == wanted for wanted in self.values)
+        for wanted in self.values:
+            if type(value) is type(wanted) and value == wanted:
+                return True
+        return False
 
 
 class Measured(BaseModel):

@@ -68,11 +68,12 @@ def groups(observations: Sequence[Observation]) -> list[BackendGroup]:
         by_backend.setdefault(seen["backend"], {})[seen["scenario"]["name"]] = seen
     found: list[BackendGroup] = []
     for backend, cells in by_backend.items():
-        known = next((group for group in found if group.behaves_as(cells)), None)
-        if known is None:
-            found.append(BackendGroup([backend], cells))
+        for group in found:
+            if group.behaves_as(cells):
+                group.backends.append(backend)
+                break
         else:
-            known.backends.append(backend)
+            found.append(BackendGroup([backend], cells))
     return found
 
 
@@ -183,8 +184,10 @@ def _table_row(
 
 def summary(seen: Observation) -> list[str]:
     """The verdict, then at most FURTHER other wrong findings, then the number of the rest."""
-    wrong = [finding["word"] for finding in seen["findings"] if finding["level"] == "wrong"]
-    others = [word for word in wrong if word != seen["verdict"]]
+    others = []
+    for finding in seen["findings"]:
+        if finding["level"] == "wrong" and finding["word"] != seen["verdict"]:
+            others.append(finding["word"])
     told = [with_number(seen, word) for word in (seen["verdict"], *others[:FURTHER])]
     if len(others) > FURTHER:
         told.append(f"{len(others) - FURTHER} more")

@@ -326,9 +326,12 @@ def _is_even_on_ranks(update: DecodedUpdate) -> bool:
     for use, coefficient in update.coefficients.items():
         ratios.setdefault(use.rank, []).append(coefficient / update.right[use])
         tokens.setdefault(use.rank, Counter())[use.fetch] += use.tokens
-    if not any(len(set(by_fetch.values())) > 1 for by_fetch in tokens.values()):
-        return False
-    return all(is_near(max(of_rank), min(of_rank)) for of_rank in ratios.values())
+    are_even = True
+    for rank, of_rank in ratios.items():
+        if not is_near(max(of_rank), min(of_rank)):
+            return False
+        are_even = are_even and len(set(tokens[rank].values())) == 1
+    return not are_even
 
 
 def _left_open(decoded: DecodedScenario) -> Iterator[Finding]:
@@ -453,7 +456,9 @@ def _shuffled(decoded: DecodedScenario) -> Iterator[Finding]:
     scenario = decoded.scenario
     if scenario.split is not Split.FRAMEWORK:
         return
-    offered = _offered_by_all(map(scenario.offered, range(scenario.world_size)))
+    offered: list[set[int]] = []  # by micro-batch, on all ranks together
+    for together in zip(*map(scenario.offered, range(scenario.world_size)), strict=True):
+        offered.append(set(chain(*together)))
     for use in decoded.uses.values():
         if use.sample not in offered[use.fetch % scenario.micro_batches_per_epoch]:
             text = "the framework shuffled the samples when it split them, "
@@ -461,9 +466,6 @@ def _shuffled(decoded: DecodedScenario) -> Iterator[Finding]:
             return
 
 
-def _offered_by_all(by_rank: Iterator[Sequence[Sequence[int]]]) -> list[set[int]]:
-    """The samples of each micro-batch on all ranks together."""
-    return [set(chain(*together)) for together in zip(*by_rank, strict=True)]
 
 
 RULES: tuple[Callable[[DecodedScenario], Iterator[Finding]], ...] = (

@@ -168,7 +168,8 @@ def markdown(rows: pd.DataFrame, about: MonitorSettings) -> str:
         "logs fall on the same place of an epoch, the monitor can be right about those windows and wrong overall."
     )
     lines = [f"# ThroughputMonitor of Lightning {about['lightning']}", "", settings(about), ""]
-    lines += [f"- {finding}" for finding in findings(rows)]
+    for finding in findings(rows):
+        lines.append(f"- {finding}")
     lines += ["", columns, "", *markdown_table(HEADER, summary(rows).itertuples(index=False))]
     return "\n".join(lines)
 
@@ -213,8 +214,12 @@ def _sizes_by_verdict(points: pd.DataFrame) -> str:
             mixed.append(str(size))
         else:
             wrong.append(str(size))
-    told = {"right": right, "wrong": wrong, "right or wrong by log_every_n_steps": mixed}
-    return "; ".join(f"{name}: {', '.join(sizes)}" for name, sizes in told.items() if sizes)
+    told = []
+    by_verdict = {"right": right, "wrong": wrong, "right or wrong by log_every_n_steps": mixed}
+    for name, sizes in by_verdict.items():
+        if sizes:
+            told.append(f"{name}: {', '.join(sizes)}")
+    return "; ".join(told)
 
 
 def _influence_of_logging(rows: pd.DataFrame) -> str:

@@ -152,11 +152,13 @@ def distinct_maps(observations: Sequence[Observation]) -> list[WeightMap]:
     """The distinct maps in the order of their first backends; observations without an update are left out."""
     maps: list[WeightMap] = []
     for observation in observations:
-        known = next((known for known in maps if _alike(known.first, observation)), None)
-        if known is not None:
-            known.observations.append(observation)
-        elif observation["updates"]:
-            maps.append(WeightMap([observation]))
+        for known in maps:
+            if _alike(known.first, observation):
+                known.observations.append(observation)
+                break
+        else:
+            if observation["updates"]:
+                maps.append(WeightMap([observation]))
     return maps
 
 

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ....measure.c10d_kernels import CollectiveCall, CollectiveKernels
 from . import criteria
+from .failures import tell
 from .found_objects import OBSTACLES, PARALLEL, FoundObjects
 from .graph_survey import GraphSurvey, plain, survey
 from .leaf_probes import (
@@ -148,14 +149,9 @@ class TrainingRecorder:
                 self._fail(method, error)
 
     def _fail(self, method: Callable[..., None], error: Exception) -> None:
-        if isinstance(error, OSError):
-            print(
-                f"audit: cannot record in {self._folder} (TMPDIR): {error.strerror}",
-                file=sys.stderr,
-            )
+        text = tell("audit", self._folder, method, error)
         if self._rank is None:
             self._write(Rank(job(), *place_in_world()))
-        text = f"the recorder failed: {method.__name__}: {type(error).__name__}: {error}"
         self._write(End(text))
 
     # What is reported

@@ -13,7 +13,6 @@ import array
 import contextlib
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ...command.inside import criteria
+from ...command.inside.failures import tell
 from ...command.inside.graph_survey import plain
 from ...command.inside.training_place import job, place_in_world
 from .found_state import FoundState, Number
@@ -122,12 +122,7 @@ class StateRecorder:
         self._seconds += time.perf_counter() - begin
 
     def _fail(self, method: Callable[..., None], error: Exception) -> None:
-        if isinstance(error, OSError):
-            print(
-                f"invariance: cannot record in {self._folder} (TMPDIR): {error.strerror}",
-                file=sys.stderr,
-            )
-        text = f"the recorder failed: {method.__name__}: {type(error).__name__}: {error}"
+        text = tell("invariance", self._folder, method, error)
         self._announce([])
         self._add(Finish(self._update, text))
         self._write()
