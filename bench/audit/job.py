@@ -183,8 +183,8 @@ class AuditedAccelerator(AccelerateBackend):
     """Accelerate's loop over epochs, with the limit of updates that its examples write around it."""
 
     def train(self, job: Job) -> None:
-        own = of_scenario(job)
-        self.scenario, self.resume = own.scenario, own.resume
+        scenario_job = of_scenario(job)
+        self.scenario, self.resume = scenario_job.scenario, scenario_job.resume
         self.num_updates = 0
 
         def optimizer(parameters: Iterable[Parameter]) -> Optimizer:
@@ -212,13 +212,13 @@ class AuditedAccelerator(AccelerateBackend):
 
     def batches(self, job: Job) -> Iterator[Tensor]:
         """The micro-batches of all epochs, until ``max_steps`` updates are made."""
-        own, scenario = of_scenario(job), self.scenario
-        loader = own.loader
+        scenario_job, scenario = of_scenario(job), self.scenario
+        loader = scenario_job.loader
         if scenario.split is Split.FRAMEWORK:
-            loader = self.accelerator.prepare_data_loader(own.whole)
+            loader = self.accelerator.prepare_data_loader(scenario_job.whole)
         elif not scenario.own_loader:
             loader = super().batches(job)
-        for epoch in own.each_epoch():
+        for epoch in scenario_job.each_epoch():
             if len(scenario.accumulate) > 1:
                 self.accelerator.gradient_accumulation_steps = scenario.accumulate_in(epoch)
             for batch in loader:
@@ -303,15 +303,15 @@ class AuditedTrainer(LightningBackend):
     def continue_training(self, job: Job, **arguments: Any) -> None:
         from torch.utils.data import DataLoader
 
-        own = of_scenario(job)
+        scenario_job = of_scenario(job)
         if self.validates:
             module: Any = self.module
-            module.validation_step = lambda batch, batch_idx: own.validate(module.model)
+            module.validation_step = lambda batch, batch_idx: scenario_job.validate(module.model)
             arguments["val_dataloaders"] = DataLoader(range(1))  # type: ignore[arg-type]
-        if own.resume:
+        if scenario_job.resume:
             trust_own_classes(self)
-            arguments |= {"ckpt_path": own.resume / CHECKPOINT, "weights_only": True}
-        super().continue_training(dataclasses.replace(own, loader=own.whole), **arguments)
+            arguments |= {"ckpt_path": scenario_job.resume / CHECKPOINT, "weights_only": True}
+        super().continue_training(dataclasses.replace(scenario_job, loader=scenario_job.whole), **arguments)
 
     def save(self, folder: Path, seen: int, accumulate: int) -> int:
         self.trainer.save_checkpoint(folder / CHECKPOINT)

@@ -119,8 +119,8 @@ class InvarianceVerdict:
             advice = "seed the model"
             files = self.first.written
             if files:
-                own = "give each run a folder of its own with {run}"
-                advice += f", or if it resumes from {some(files)}, {own}"
+                hint = "give each run a folder of its own with {run}"
+                advice += f", or if it resumes from {some(files)}, {hint}"
             yield self._refuse("A/A", f"{twice}: {start}; {advice}")
             return
         self.twin = SplitComparison(self.first, self.again, same_updates(self.first, self.again))

@@ -81,7 +81,7 @@ class RankState:
         """Tensors of a kind after an update, by name; empty if there are none."""
         return self.tensors.get((update, kind), {})
 
-    def add(self, line: RecordedLine, table: Values) -> None:
+    def add(self, line: StateLine, table: Values) -> None:
         """What one line says; ``table`` has the values of sketches: [row, WIDTH]."""
         if line.microbatch is not None:
             self.micro_batches.append(line.microbatch)
@@ -197,7 +197,7 @@ def _entries() -> dict[str, int]:
 
 
 @dataclass
-class RecordedLine:
+class StateLine:
     """A line of a record: one of these."""
 
     microbatch: RecordedMicroBatch | None = None
@@ -207,7 +207,7 @@ class RecordedLine:
     finish: Finish | None = None
 
 
-_LINE = TypeAdapter(RecordedLine)
+_LINE = TypeAdapter(StateLine)
 
 
 def read(folder: Path) -> dict[int, RankState]:
@@ -251,7 +251,7 @@ def _read_rank(path: Path) -> RankState | None:
     return rank
 
 
-def _read_lines(path: Path) -> list[RecordedLine]:
+def _read_lines(path: Path) -> list[StateLine]:
     """Until one is cut off, as that of a process which was killed may be."""
     lines = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
