@@ -89,10 +89,8 @@ def _is_expected(case: SplitCase, data: Results) -> bool:
         return found["verdict"] in RIGHT
     if found["verdict"] != case.verdict:
         return False
-    for finding in found["findings"]:
-        if finding["topic"] == case.topic and case.word in finding["text"]:
-            return True
-    return False
+    texts = [finding["text"] for finding in found["findings"] if finding["topic"] == case.topic]
+    return any(case.word in text for text in texts)
 
 
 def _keep(data: Results) -> None:
@@ -175,7 +173,7 @@ def _cost(found: dict[str, Any]) -> str:
         f"On a model of {found['parameters'] / 1e6:.0f} million parameters (AdamW, clipping, {found['tokens']:,} "
         f"tokens per update in {found['accumulate']} micro-batches, one thread of a CPU), the recorder takes "
         f"{100 * found['share']:.1f} % of the time of an update that is sampled: {found['recorder_s']:.1f} s of "
-        f"{found['window_s']:.0f} s. After the sampled updates it costs one look at a flag per backward, step and batch."
+        f"{found['window_s']:.0f} s. Afterwards it looks at one flag per backward, step and batch."
     )
 
 

@@ -1,7 +1,7 @@
-"""Versions of frameworks that are known to accumulate otherwise than they say, each with a program that shows it.
+"""Versions of frameworks known to accumulate otherwise than they say, each with a reproducer.
 
-``advisories.toml`` has them. Packages and settings are compared with it by ``matching``, which needs no framework.
-docs/known-bad.md is written from it.
+``advisories.toml`` has them. Packages and settings are compared with it by ``matching``, which
+needs no framework. docs/known-bad.md is written from it.
 """
 
 from __future__ import annotations
@@ -65,10 +65,7 @@ class Wanted(BaseModel):
             return True
         if self.least is not None and isinstance(value, (int, float)) and value >= self.least:
             return True
-        for wanted in self.values:
-            if type(value) is type(wanted) and value == wanted:
-                return True
-        return False
+        return any(type(value) is type(wanted) and value == wanted for wanted in self.values)
 
 
 class Measured(BaseModel):
@@ -93,7 +90,8 @@ class Advisory(BaseModel):
     beside: dict[str, Versions] = {}
     """Other packages that must be installed too, and their versions."""
     level: Level
-    """``error`` if the update is silently wrong, ``warning`` if a program is stopped or misinformed, else ``note``."""
+    """``error`` if the update is silently wrong, ``warning`` if a program is stopped or
+    misinformed, else ``note``."""
     condition: dict[str, Wanted]
     """Facts of a training, all of which must be as they are wanted; see ``facts_of``."""
     effect: str
@@ -168,7 +166,8 @@ class TrainingFacts:
     values: Mapping[str, object] = field(default_factory=dict)
     """Values by dotted key."""
     complete: frozenset[str] = frozenset()
-    """First parts of keys of which everything is known: what ``values`` lacks of them is not set."""
+    """First parts of keys of which everything is known: what ``values`` lacks of them is not
+    set."""
 
     def knows(self, key: str) -> bool:
         """Whether it is known what a key is set to, or that it is not set."""
@@ -182,7 +181,7 @@ UNKNOWN_TRAINING = TrainingFacts()
 
 @dataclass(frozen=True)
 class KnownBad:
-    """An advisory that holds for the installed packages, and for a training as far as it is known."""
+    """An advisory that holds for installed packages, and for a training as far as it is known."""
 
     advisory: Advisory
     version: str
@@ -204,12 +203,14 @@ class KnownBad:
 def facts_of(
     configs: Mapping[str, Mapping[str, object]] | None = None, /, **values: object
 ) -> TrainingFacts:
-    """Facts from whole configs by name, such as ``{"deepspeed": {...}}``, and from single ``values``.
+    """Facts from whole configs by name, such as ``{"deepspeed": {...}}``, and single ``values``.
 
-    Single values that are None are unknown, and so is 'auto' in a config. Advisories ask for: ``framework``, which owns
-    the loop (deepspeed, lightning, accelerate, transformers, trl or torch); ``strategy`` (single, ddp, fsdp, fsdp2 or
-    deepspeed); ``accumulate`` (N); ``world_size``; ``uneven``, whether an epoch ends with an incomplete window; keys of
-    the configs ``deepspeed``, ``transformers`` and ``trl``; and, under ``loop``, what only the program itself says.
+    Single values that are None are unknown, and so is 'auto' in a config. Advisories ask for:
+    ``framework``, which owns the loop (deepspeed, lightning, accelerate, transformers, trl or
+    torch); ``strategy`` (single, ddp, fsdp, fsdp2 or deepspeed); ``accumulate`` (N);
+    ``world_size``; ``uneven``, whether an epoch ends with an incomplete window; keys of the configs
+    ``deepspeed``, ``transformers`` and ``trl``; and, under ``loop``, what only the program itself
+    says.
     """
     found = {key: value for key, value in values.items() if value is not None}
     for name, config in (configs or {}).items():
@@ -239,7 +240,7 @@ def load(path: Path = FILE) -> tuple[Advisory, ...]:
 def matching(
     versions: Mapping[str, str], facts: TrainingFacts = UNKNOWN_TRAINING
 ) -> list[KnownBad]:
-    """The advisories that hold for installed ``versions`` by package, and are not excluded by what is known."""
+    """The advisories that hold for ``versions`` by package, and that nothing known excludes."""
     installed = {str(canonicalize_name(name)): version for name, version in versions.items()}
     found = []
     for advisory in load():
@@ -274,7 +275,10 @@ def _versions(measured: Iterable[Measured]) -> Iterator[str]:
 
 
 def _within(version: str, specifier: str) -> bool:
-    """Whether a version, without its local part, is in a range; False for one that cannot be compared."""
+    """Whether a version, without its local part, is in a range.
+
+    False for one that cannot be compared.
+    """
     try:
         public = Version(version).public
     except InvalidVersion:

@@ -124,7 +124,7 @@ def with_number(seen: Observation, word: str) -> str:
 
 
 def by_backend(seen: Observation) -> Observation:
-    """The observation without what the reduction of the loss causes, and the verdict on the rest."""
+    """The observation without what the loss's reduction causes, and the verdict on the rest."""
     others = [finding for finding in seen["findings"] if finding["word"] not in OF_LOSS]
     return _with_findings(seen, others)
 
@@ -378,7 +378,7 @@ def _overview_row(group: BackendGroup) -> tuple[str, ...]:
 
 
 def markdown(observations: Sequence[Observation]) -> str:
-    """Scenarios by groups of backends that behave alike in all of them, and who is in each group."""
+    """Scenarios by groups of backends that behave alike in all, and who is in each group."""
     found = groups(observations)
     rows: list[Sequence[str]] = []
     for title, seen_in in parts(observations, found):

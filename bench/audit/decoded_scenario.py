@@ -352,7 +352,7 @@ class DecodedScenario:
 
     @cached_property
     def interrupted(self) -> set[int]:
-        """The fetches in the window that a fault interrupted, and those an exception left unused."""
+        """Fetches in the window that a fault interrupted, and those an exception left unused."""
         if not self.first["faults"]:
             return set()
         at = self.first["faults"][0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import TypedDict
 
@@ -464,8 +464,6 @@ def _shuffled(decoded: DecodedScenario) -> Iterator[Finding]:
             text = "the framework shuffled the samples when it split them, "
             yield note("shuffled", f"{text}although the loader was in order")
             return
-
-
 
 
 RULES: tuple[Callable[[DecodedScenario], Iterator[Finding]], ...] = (

@@ -1,4 +1,7 @@
-"""The dtype in which each backend sums gradients, and the error of the sum, measured in a process group per backend."""
+"""The dtype in which each backend sums gradients, and the error of the sum, as measured.
+
+Each backend is measured in a process group of its own.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,10 @@ def table(
     world_size: int = 2,
     device: Device = Device.CPU,
 ) -> Iterator[Row]:
-    """A row per backend and precision, as measured by rank 0; ``dtype`` is the status of one that failed."""
+    """A row per backend and precision, as measured by rank 0.
+
+    ``dtype`` is the status of one that failed.
+    """
     with Launcher(device) as launcher:
         for name in backends:
             task = AccumulationTask(

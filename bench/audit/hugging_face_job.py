@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class AuditedHuggingFace(HuggingFaceTrainer):
-    """Hugging Face's Trainer, told of epochs and limits. Its checkpoints are those that it writes after an update."""
+    """Hugging Face's Trainer, told of epochs and limits.
+
+    Its checkpoints are those that it writes after an update.
+    """
 
     def train(self, job: Job) -> None:
         self.job = of_scenario(job)

@@ -1,4 +1,4 @@
-"""What only scenarios ask of a backend: a job that ends within a window, and how each framework is told of it.
+"""What only scenarios ask of a backend: a job that ends within a window, and how it is told.
 
 The loops are those of ``bench.backends``. What is added here is what a user would write around
 them: several epochs, a limit of steps, an N that changes, a learning-rate scheduler, a checkpoint.
@@ -39,7 +39,10 @@ CHECKPOINT = "checkpoint"
 
 @dataclass(kw_only=True)
 class ScenarioJob(Job):
-    """A job of a scenario; its loader is iterable once per epoch, and ends at the scenario's ``limit_batches``."""
+    """A job of a scenario.
+
+    Its loader is iterable once per epoch, and ends at the scenario's ``limit_batches``.
+    """
 
     scenario: Scenario
     whole: DataLoader[int]
@@ -97,7 +100,10 @@ def evaluate(backend: Backend, validate: Callable[[nn.Module], None]) -> None:
 
 
 class AuditedStream(TorchtitanEager):
-    """torchtitan's trainer over the epochs as one stream; its ``training.steps`` are those of the naive formula."""
+    """torchtitan's trainer over the epochs as one stream.
+
+    Its ``training.steps`` are those of the naive formula.
+    """
 
     def train(self, job: Job) -> None:
         self.job = of_scenario(job)
@@ -127,13 +133,16 @@ class AuditedStream(TorchtitanEager):
                 yield batch
 
     def num_tokens(self, batch: Tensor) -> int:
-        """The tokens of its samples; if the loss is already a share of the window's, the number of samples."""
+        """The tokens of its samples.
+
+        If the loss is already a share of the window's, the number of samples.
+        """
         if self.job.scenario.reduction is Reduction.WINDOW:
             return len(batch)
         return int(batch[:, 1].sum())
 
     def save(self, folder: Path, seen: int, accumulate: int) -> int:
-        """torchtitan writes a checkpoint after a step, so that the window of the next one is fetched again."""
+        """torchtitan saves after a step, so that the window of the next one is fetched again."""
         step: int = self.trainer.step
         return seen - (self.num_fetched - (step - 1) * accumulate)
 
@@ -155,7 +164,8 @@ class AuditedEngine(DeepSpeedZero2Eager):
         """The micro-batches of all epochs, until the engine has taken ``max_steps``."""
         for epoch in job.each_epoch():
             if len(job.scenario.accumulate) > 1:
-                # The engine has no setter for N: it divides this by micro-batch size and world size.
+                # The engine has no setter for N: it divides this by micro-batch size and world
+                # size.
                 n = job.scenario.accumulate_in(epoch)
                 self.engine.set_train_batch_size(n * job.cell.micro_batch_size * job.world_size)
             for batch in job.loader:
@@ -180,7 +190,7 @@ class AuditedEngine(DeepSpeedZero2Eager):
 
 
 class AuditedAccelerator(AccelerateBackend):
-    """Accelerate's loop over epochs, with the limit of updates that its examples write around it."""
+    """Accelerate's loop over epochs, with the limit of updates of its examples."""
 
     def train(self, job: Job) -> None:
         scenario_job = of_scenario(job)
@@ -230,7 +240,7 @@ class AuditedAccelerator(AccelerateBackend):
                     return
 
     def save(self, folder: Path, seen: int, accumulate: int) -> int:
-        """A prepared loader has fetched one micro-batch that is not trained on yet, unless an epoch is over."""
+        """A prepared loader is one micro-batch ahead of the training, unless an epoch is over."""
         self.accelerator.save_state(str(folder))
         if self.scenario.own_loader:
             return seen
@@ -238,7 +248,7 @@ class AuditedAccelerator(AccelerateBackend):
 
 
 def trust_own_classes(backend: Backend) -> None:
-    """Name to torch the classes that stand in DeepSpeed's checkpoints: no others are read from a file."""
+    """Name to torch the classes in DeepSpeed's checkpoints: no others are read from a file."""
     if not isinstance(backend, ZeroBackend):
         return
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
@@ -311,7 +321,9 @@ class AuditedTrainer(LightningBackend):
         if scenario_job.resume:
             trust_own_classes(self)
             arguments |= {"ckpt_path": scenario_job.resume / CHECKPOINT, "weights_only": True}
-        super().continue_training(dataclasses.replace(scenario_job, loader=scenario_job.whole), **arguments)
+        super().continue_training(
+            dataclasses.replace(scenario_job, loader=scenario_job.whole), **arguments
+        )
 
     def save(self, folder: Path, seen: int, accumulate: int) -> int:
         self.trainer.save_checkpoint(folder / CHECKPOINT)
@@ -319,7 +331,10 @@ class AuditedTrainer(LightningBackend):
 
 
 def _count(counters: dict[str, int], epoch_ended: Callable[[], None]) -> Callback:
-    """A callback: what the Trainer foresees, and how often it calls the strategy's step and the hook before it."""
+    """A callback that notes what the Trainer foresees, and how often it calls two functions.
+
+    These are the strategy's step and the hook before it.
+    """
     from lightning.pytorch import Callback
 
     class Count(Callback):
@@ -348,7 +363,10 @@ def _count(counters: dict[str, int], epoch_ended: Callable[[], None]) -> Callbac
 
 
 def restore_sgd(strategy: ModelParallelStrategy) -> None:
-    """Let ``ModelParallelStrategy`` restore SGD: Lightning 2.6 looks for the first entry of an empty state."""
+    """Let ``ModelParallelStrategy`` restore SGD.
+
+    Lightning 2.6 looks for the first entry of an empty state.
+    """
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
     load: Callable[..., dict[str, Any]] = strategy.load_checkpoint
@@ -357,8 +375,9 @@ def restore_sgd(strategy: ModelParallelStrategy) -> None:
         optimizers, strategy.optimizers = strategy.optimizers, []
         found = load(*arguments, **options)
         strategy.optimizers = optimizers
+        assert strategy.model is not None
         for optimizer, state in zip(optimizers, found["optimizer_states"], strict=True):
             set_optimizer_state_dict(strategy.model, optimizer, optim_state_dict=state)
         return found
 
-    strategy.load_checkpoint = load_checkpoint  # type: ignore[method-assign]
+    strategy.load_checkpoint = load_checkpoint  # type: ignore[method-assign,assignment]

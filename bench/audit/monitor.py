@@ -1,4 +1,4 @@
-"""How right Lightning's ThroughputMonitor is under accumulation, measured: a Trainer runs, and a tap has the truth.
+"""How right Lightning's ThroughputMonitor is under accumulation, measured against a tap.
 
 The workload takes known times per micro-batch and per optimizer step, on a virtual clock that the
 monitor and the tap share, and that only the workload advances: this is exact and takes no time.
@@ -151,7 +151,10 @@ def grid(
 
 
 class VirtualClock:
-    """A clock that only the workload advances; it stands in for the module ``time`` where the monitor looks for it."""
+    """A clock that only the workload advances.
+
+    It stands in for the module ``time`` where the monitor looks for it.
+    """
 
     def __init__(self) -> None:
         self.now = self.in_validation = 0.0
@@ -163,7 +166,7 @@ class VirtualClock:
 
 
 def measure(point: Point, *, number: int = 0) -> Measurement:
-    """Train at one point of the grid with the installed Lightning, on the CPU, in this process, as rank ``number``.
+    """Train at one point of the grid on the CPU, in this process, as rank ``number``.
 
     An error of the monitor is a result; any other error is raised.
     """

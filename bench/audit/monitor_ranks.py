@@ -1,4 +1,4 @@
-"""Measures points of the grid over ThroughputMonitor's settings, in a process group if a point needs one."""
+"""Measures points of the grid over ThroughputMonitor's settings, in process groups if needed."""
 
 from __future__ import annotations
 

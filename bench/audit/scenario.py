@@ -1,4 +1,4 @@
-"""One semantic scenario: a data set, a way of accumulating, and something that goes wrong; and the shipped suite."""
+"""A semantic scenario: data, a way of accumulating, and what goes wrong; and the shipped suite."""
 
 from __future__ import annotations
 
@@ -86,7 +86,10 @@ class Split(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario(TrainingPlan):
-    """What is trained on, and what happens meanwhile. Ranks share the samples as DistributedSampler deals them."""
+    """What is trained on, and what happens meanwhile.
+
+    Ranks share the samples as DistributedSampler deals them.
+    """
 
     name: Annotated[
         str,
@@ -150,7 +153,8 @@ class Scenario(TrainingPlan):
                 key, value = "max_steps", self.max_steps
             raise MisfitError(
                 key,
-                f" is {value}; {trained} samples could be trained in all, with those of other epochs and "
+                f" is {value}; {trained} samples could be trained in all, with those of other "
+                "epochs and "
                 f"ranks; at most {LARGEST} may be",
             )
 
@@ -160,7 +164,8 @@ class Scenario(TrainingPlan):
         if num_left_over or len(self.accumulate) > 1:
             raise MisfitError(
                 "reduction",
-                " is window; it needs whole windows and one N for all epochs, so that the share of a micro-batch is "
+                " is window; it needs whole windows and one N for all epochs, so that the share "
+                "of a micro-batch is "
                 "known; make samples a multiple of accumulate x batch_size x world_size",
             )
         if self.split is Split.FRAMEWORK:
@@ -228,11 +233,14 @@ class Scenario(TrainingPlan):
 
     @property
     def slots_per_rank(self) -> int:
-        """Uses of samples that each rank may come to; an incomplete micro-batch counts as a whole one."""
+        """Uses of samples that each rank may come to.
+
+        An incomplete micro-batch counts as a whole one.
+        """
         return self.bound * self.largest_batch
 
     def offered(self, rank: int) -> list[list[int]]:
-        """The samples of each micro-batch that a rank's loader offers in an epoch, in the given order.
+        """The samples of each micro-batch that a rank's loader offers in an epoch, in order.
 
         Every W-th sample from the rank's own number on; the samples are padded from their beginning
         to a multiple of W (torch.utils.data.DistributedSampler without shuffling).
@@ -293,7 +301,9 @@ class Scenario(TrainingPlan):
 
 
 def load(path: Path = SUITE) -> list[Scenario]:
-    """The scenarios of a TOML file, one table each, named by it. Raises InputError that names the file and the place.
+    """The scenarios of a TOML file, one table each, named by it.
+
+    Raises InputError that names the file and the place.
 
     ``epochs = 0`` stands for no end, since TOML has no null.
     """

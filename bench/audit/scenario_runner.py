@@ -1,4 +1,6 @@
-"""Runs scenarios under backends in as few process groups as possible; one that fails spoils no other.
+"""Runs scenarios under backends in as few process groups as possible.
+
+One that fails spoils no other.
 
 The scenarios of a backend follow each other in one process group, each on a fresh build. A test
 compares the results with those in process groups of their own.
@@ -100,7 +102,8 @@ def _audit(
     import torch.distributed as dist
 
     gc.collect()  # frees the previous scenario, whose frameworks leave reference cycles
-    # What is left is the frameworks' own; DeepSpeed collects while it builds, and would walk it each time.
+    # What is left is the frameworks' own; DeepSpeed collects while it builds, and would walk it
+    # each time.
     gc.freeze()
     checkpoints = Path(task.folder) / f"checkpoints-{name}"
     if number == 0:

@@ -40,7 +40,7 @@ SCHEMA_VERSION = 2
 
 
 def show(found: Sequence[Observation]) -> None:
-    """Print the verdict and diagnosis of each observation, with every update if there is only one scenario."""
+    """Print verdict and diagnosis of each observation, and every update of a lone scenario."""
     is_single = len(conformance.scenarios(found)) == 1
     for seen in found:
         facts = plural(len(seen["updates"]), "update")
@@ -67,7 +67,10 @@ def _show_updates(seen: Observation) -> None:
 def write(
     arguments: argparse.Namespace, found: Sequence[Observation], folder: Path, plots: Path
 ) -> None:
-    """Write what --out and --suite ask for, and say on stderr where. Raises InputError if it cannot."""
+    """Write what --out and --suite ask for, and say on stderr where.
+
+    Raises InputError if it cannot.
+    """
     about = {
         "command": ["python", "-m", "bench", *sys.argv[1:]],
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -82,9 +85,7 @@ def write(
     print(f"tables: {folder}\nplots:  {plots} ({len(pictures)} pictures)", file=sys.stderr)
 
 
-def write_tables(
-    observations: Sequence[Observation], about: About, folder: Path
-) -> None:
+def write_tables(observations: Sequence[Observation], about: About, folder: Path) -> None:
     """Write the observations, and the page with every table and diagnosis."""
     folder.mkdir(parents=True, exist_ok=True)
     store(observations, about, folder / OBSERVATIONS)
@@ -150,7 +151,10 @@ def _line(seen: Observation) -> str:
 
 
 def load(path: Path) -> tuple[About, list[Observation]]:
-    """About the suite, and its observations, as ``store`` was given them. Raises InputError for another version."""
+    """About the suite, and its observations, as ``store`` was given them.
+
+    Raises InputError for another version.
+    """
     stored = json.loads(path.read_text(encoding="utf-8"))
     if stored["schema_version"] != SCHEMA_VERSION:
         version = stored["schema_version"]
@@ -225,11 +229,7 @@ def write_pictures(
     processes = min(os.cpu_count() or 1, MOST_PROCESSES)
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         drawn = pool.map(_draw, by_scenario.values(), stems, repeat(footer))
-        found = {}
-        for name, path in zip(by_scenario, drawn, strict=True):
-            if path is not None:
-                found[name] = path
-    return found
+        return {name: path for name, path in zip(by_scenario, drawn, strict=True) if path}
 
 
 def _draw(of_scenario: Sequence[Observation], stem: Path, footer: str) -> Path | None:
@@ -242,10 +242,7 @@ def _draw(of_scenario: Sequence[Observation], stem: Path, footer: str) -> Path |
 
 def facts_of(about: About) -> dict[str, str]:
     """The versions, device and date that a reader must know."""
-    facts: dict[str, str] = {}
-    for name, version in about["packages"].items():
-        if name in VERSIONS:
-            facts[name] = version
+    facts = {name: version for name, version in about["packages"].items() if name in VERSIONS}
     facts["python"] = about["machine"]["python"]
     facts["device"] = about["device"]
     facts["date"] = about["date"]

@@ -53,7 +53,8 @@ class StepRule:
     twice: bool = False
     """``split`` only: trainer and engine both divide the loss by N."""
     counted: bool = True
-    """``flush`` only: a trainer counts the steps and foresees their number, as Lightning's does and no loop can."""
+    """``flush`` only: a trainer counts the steps and foresees their number, as Lightning's does
+    and no loop can."""
     whole_windows: bool = False
     """``override`` only: training ends after as many steps as its epochs have whole windows, at
     least one in each."""
@@ -61,18 +62,20 @@ class StepRule:
     """``override`` only: a window that an epoch leaves open goes on in the next, if an epoch is
     longer than it."""
     deals: bool = False
-    """Whether the loader's micro-batches are dealt to the ranks in turn, and not samples as by ``DistributedSampler``:
-    with ``drop_last``, those that are too few for all ranks are left out (accelerate: data_loader.py,
-    ``BatchSamplerShard``)."""
+    """Whether the loader's micro-batches are dealt to the ranks in turn, and not samples as by
+    ``DistributedSampler``: with ``drop_last``, those that are too few for all ranks are left out
+    (accelerate: data_loader.py, ``BatchSamplerShard``)."""
 
     @classmethod
     def of_backend(cls, backend: type[Backend]) -> StepRule:
         """The rule of a backend.
 
-        With ``split``, only ZeRO-2 keeps its gradients over a ``zero_grad``: it accumulates in ``all_grad_tensors``,
-        which ``zero_grad`` does not touch (deepspeed/runtime/zero/stage_1_and_2.py). ZeRO-1 accumulates in
-        ``grad_accum``, which is set to None there, and ZeRO-3 overwrites its buffer after ``micro_step_id = 0``
-        (deepspeed/runtime/zero/stage3.py). Lightning's backends may multiply the loss by N: one division is undone.
+        With ``split``, only ZeRO-2 keeps its gradients over a ``zero_grad``: it accumulates in
+        ``all_grad_tensors``, which ``zero_grad`` does not touch
+        (deepspeed/runtime/zero/stage_1_and_2.py). ZeRO-1 accumulates in ``grad_accum``, which is
+        set to None there, and ZeRO-3 overwrites its buffer after ``micro_step_id = 0``
+        (deepspeed/runtime/zero/stage3.py). Lightning's backends may multiply the loss by N: one
+        division is undone.
         """
         split = backend.stepping is Stepping.SPLIT
         return cls(
@@ -83,11 +86,14 @@ class StepRule:
         )
 
     def of_trainer(self, transformers: tuple[int, ...] | None) -> StepRule:
-        """The rule of a training that Hugging Face's Trainer runs with its own loader; the newest without a version.
+        """The rule of a training that Hugging Face's Trainer runs with its own loader.
 
-        Up to 4.51.3 it ends after ceil(epochs x max(NB // N, 1)) steps, from 4.52.1 on after ceil(epochs x
-        ceil(NB / N)); up to 4.45.2 it counts micro-batches over all epochs (transformers: trainer.py,
-        ``_inner_training_loop`` and ``set_initial_training_values``, of 4.45.2, 4.51.3 and 4.52.1; #37923).
+        The newest without a version.
+
+        Up to 4.51.3 it ends after ceil(epochs x max(NB // N, 1)) steps, from 4.52.1 on after
+        ceil(epochs x ceil(NB / N)); up to 4.45.2 it counts micro-batches over all epochs
+        (transformers: trainer.py, ``_inner_training_loop`` and ``set_initial_training_values``, of
+        4.45.2, 4.51.3 and 4.52.1; #37923).
         """
         if self.stepping is not Stepping.OVERRIDE:
             return self
@@ -177,10 +183,10 @@ class _Count:
         return self.full_windows
 
     def block(self, size: int, times: int = 1, *, ends_epoch: bool = False) -> None:
-        """Count so many blocks of at most N micro-batches, each of which begins at a multiple of N in its epoch.
+        """Count blocks of at most N micro-batches, each of which begins at a multiple of N.
 
-        There Lightning clears gradients, between forward and backward (loops/optimization/automatic.py,
-        ``_make_zero_grad_fn`` and ``Closure.closure``).
+        There Lightning clears gradients, between forward and backward
+        (loops/optimization/automatic.py, ``_make_zero_grad_fn`` and ``Closure.closure``).
         """
         self.consumed += size * times
         if self.clears:
@@ -206,7 +212,10 @@ class _Count:
             self.full_windows += times
 
     def epoch(self, limit: int | None = None) -> None:
-        """Count an epoch, up to where the counter reaches the limit: it changes in every block, or not in the last."""
+        """Count an epoch, up to where the counter reaches the limit.
+
+        The counter changes in every block, or not in the last.
+        """
         blocks = ceil(self.per_epoch, self.n)
         left = None
         number = blocks
@@ -298,18 +307,22 @@ def never_reached(training: TrainingPlan, rule: StepRule) -> bool:
 def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
     """The training under a rule; None where none is known (``_is_known``).
 
-    - ``window``, ``override`` and ``flush`` step after N micro-batches and at the end of the epoch (Lightning:
-      loops/training_epoch_loop.py, ``_should_accumulate``; Accelerate: accelerator.py, ``_do_sync``).
-    - ``carry`` steps after N micro-batches counted over the whole training (DeepSpeed: runtime/engine.py,
-      ``is_gradient_accumulation_boundary``).
-    - ``cancel`` steps as ``carry``, but counts the step that it begins and cancels when the data end before its
-      ``training.steps``, here those of the naive formula (torchtitan: trainer.py, ``train``).
-    - ``split`` steps as ``carry``, but compares ``max_steps`` with ``trainer.global_step``, which counts every N-th
-      micro-batch of an epoch (Lightning: the same ``_should_accumulate`` under a strategy that
-      ``handles_gradient_accumulation``; loops/optimization/automatic.py, ``_optimizer_step``).
+    - ``window``, ``override`` and ``flush`` step after N micro-batches and at the end of the epoch
+      (Lightning: loops/training_epoch_loop.py, ``_should_accumulate``; Accelerate: accelerator.py,
+      ``_do_sync``).
+    - ``carry`` steps after N micro-batches counted over the whole training (DeepSpeed:
+      runtime/engine.py, ``is_gradient_accumulation_boundary``).
+    - ``cancel`` steps as ``carry``, but counts the step that it begins and cancels when the data
+      end before its ``training.steps``, here those of the naive formula (torchtitan: trainer.py,
+      ``train``).
+    - ``split`` steps as ``carry``, but compares ``max_steps`` with ``trainer.global_step``, which
+      counts every N-th micro-batch of an epoch (Lightning: the same ``_should_accumulate`` under a
+      strategy that ``handles_gradient_accumulation``; loops/optimization/automatic.py,
+      ``_optimizer_step``).
 
-    Lightning checks ``max_steps`` before every micro-batch and every epoch (``_TrainingEpochLoop.done``,
-    ``_FitLoop.done``), so training ends right after the micro-batch whose step reaches it, and before the first with 0.
+    Lightning checks ``max_steps`` before every micro-batch and every epoch
+    (``_TrainingEpochLoop.done``, ``_FitLoop.done``), so training ends right after the micro-batch
+    whose step reaches it, and before the first with 0.
     """
     if not _is_known(training, rule):
         return None
@@ -328,9 +341,7 @@ def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
             end = None
         if end is None and never_reached(training, rule):
             stops, by_updates = Stops.NEVER, True
-        left = None
-        if limit is not None:
-            left = limit - sum(part.counter for part in parts)
+        left = _left(limit, parts)
         parts.append(_count(training, rule, n, end, left, by_updates=by_updates))
         if parts[-1].counter == left:
             if stops is not Stops.NEVER:
@@ -343,11 +354,24 @@ def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
     )
 
 
+def _left(limit: int | None, parts: Sequence[_Count]) -> int | None:
+    """What is left of a limit; None if there is none."""
+    if limit is None:
+        return None
+    return limit - sum(part.counter for part in parts)
+
+
 def _dealt(training: TrainingPlan) -> int:
-    """The samples of the micro-batches that are enough for all ranks. Raises InputError if there are none."""
+    """The samples of the micro-batches that are enough for all ranks.
+
+    Raises InputError if there are none.
+    """
     together = training.batch_size * training.world_size
     if training.samples < together:
-        few = f" is {training.samples}, fewer than the {together} of a micro-batch on each rank, so drop_last drops all"
+        few = (
+            f" is {training.samples}, fewer than the {together} of a micro-batch on each rank, "
+            "so drop_last drops all"
+        )
         raise MisfitError("samples", f"{few}; it must be at least as many")
     return training.samples // together * together
 
@@ -412,8 +436,8 @@ def _steps(training: TrainingPlan, rule: StepRule, parts: Sequence[_Count], stop
 def _reported(training: TrainingPlan, rule: StepRule, steps: int, counted: int) -> dict[str, int]:
     """The framework's counters.
 
-    ``estimated_stepping_batches`` is ceil(NB / N) x epochs under every strategy, and at most ``max_steps`` (Lightning:
-    trainer/trainer.py); N is that of the first epoch.
+    ``estimated_stepping_batches`` is ceil(NB / N) x epochs under every strategy, and at most
+    ``max_steps`` (Lightning: trainer/trainer.py); N is that of the first epoch.
     """
     engine = {"engine.global_steps": steps}
     if rule.stepping is Stepping.CARRY:
@@ -436,6 +460,6 @@ def _reported(training: TrainingPlan, rule: StepRule, steps: int, counted: int) 
 
 
 def _samples(training: TrainingPlan, micro_batches: int, short: int) -> int:
-    """Samples of ``micro_batches`` micro-batches on all ranks, of which ``short`` are the last of an epoch."""
+    """Samples of micro-batches on all ranks, of which ``short`` are the last of an epoch."""
     missing = short * (training.batch_size - training.last_micro_batch)
     return (micro_batches * training.batch_size - missing) * training.world_size

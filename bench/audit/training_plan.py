@@ -77,12 +77,18 @@ class TrainingPlan:
             both = ": missing, and so is max_steps; give one of them, or training has no end"
             raise MisfitError("epochs", both)
         if self.samples_per_rank == 0:
-            few = f" is {self.samples}, fewer than the {self.world_size} ranks, so each drops its samples"
+            few = (
+                f" is {self.samples}, fewer than the {self.world_size} ranks, so each drops its "
+                "samples"
+            )
             remedy = "it must be at least as many, or leave out sampler_drop_last"
             raise MisfitError("samples", f"{few}; {remedy}")
         if self.micro_batches_per_epoch == 0:
             of_rank = self.samples_per_rank
-            few = f" is {self.batch_size}, but a rank has only {of_rank} samples, which drop_last drops"
+            few = (
+                f" is {self.batch_size}, but a rank has only {of_rank} samples, which drop_last "
+                "drops"
+            )
             raise MisfitError("batch_size", f"{few}; it must be at most {of_rank}")
 
     @property
@@ -97,19 +103,25 @@ class TrainingPlan:
 
     @property
     def samples_per_rank(self) -> int:
-        """Samples of a rank per epoch, as many on all ranks: ``DistributedSampler`` repeats or drops some."""
+        """Samples of a rank per epoch, as many on all ranks.
+
+        ``DistributedSampler`` repeats or drops some.
+        """
         if self.sampler_drop_last:
             return self.samples // self.world_size
         return ceil(self.samples, self.world_size)
 
     @property
     def padding_per_epoch(self) -> int:
-        """Samples that ``DistributedSampler`` repeats (torch/utils/data/distributed.py, ``__iter__``)."""
+        """Samples that ``DistributedSampler`` repeats (torch/utils/data/distributed.py)."""
         return max(0, self.samples_per_rank * self.world_size - self.samples)
 
     @property
     def dropped_per_epoch(self) -> int:
-        """Samples that the sampler's or the loader's ``drop_last`` leaves out on all ranks; repeated ones too."""
+        """Samples that the sampler's or the loader's ``drop_last`` leaves out on all ranks.
+
+        Repeated ones too.
+        """
         dropped = max(0, self.samples - self.samples_per_rank * self.world_size)
         if self.drop_last:
             dropped += self.samples_per_rank % self.batch_size * self.world_size

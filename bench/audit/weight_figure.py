@@ -1,4 +1,7 @@
-"""The figure of a scenario's weight maps: one strip for each distinct map, updates downwards, samples to the right."""
+"""The figure of a scenario's weight maps: a strip for each distinct map.
+
+Updates go downwards, samples to the right.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +141,10 @@ class WeightMap:
         return range(first, first + length)
 
     def image(self, updates: int, epochs: int) -> NDArray[np.float64]:
-        """The weights by update and by sample of each epoch in turn; NaN where a sample is not in the update."""
+        """The weights by update and by sample of each epoch in turn.
+
+        NaN where a sample is not in the update.
+        """
         samples = self.first["scenario"]["samples"]
         drawn = self.drawn(updates, epochs)
         values = np.full((len(drawn), epochs * samples), np.nan)
@@ -149,7 +155,10 @@ class WeightMap:
 
 
 def distinct_maps(observations: Sequence[Observation]) -> list[WeightMap]:
-    """The distinct maps in the order of their first backends; observations without an update are left out."""
+    """The distinct maps in the order of their first backends.
+
+    Observations without an update are left out.
+    """
     maps: list[WeightMap] = []
     for observation in observations:
         for known in maps:
@@ -192,7 +201,10 @@ def _places(by_epoch: Mapping[str, Sequence[int]]) -> set[Place]:
 def weight_figure(
     observations: Sequence[Observation], *, footer: str = ""
 ) -> tuple[Figure, FigureWords] | None:
-    """All weight maps of one scenario, with the words around them; None if no backend made an update."""
+    """All weight maps of one scenario, with the words around them.
+
+    None if no backend made an update.
+    """
     every = distinct_maps(observations)
     if not every:
         return None
@@ -231,7 +243,8 @@ def _notes(observations: Sequence[Observation], undrawn: Sequence[WeightMap]) ->
         left_out += found.observations
     without = [observation for observation in observations if not observation["updates"]]
     notes = [
-        "A row is an update, and a column a sample. At the right: the sum of the update's coefficients."
+        "A row is an update, and a column a sample. At the right: the sum of the update's "
+        "coefficients."
     ]
     for what, some_of_them in (("Not drawn", left_out), ("Without an update", without)):
         for outcome, names in _outcomes(some_of_them):
@@ -242,7 +255,7 @@ def _notes(observations: Sequence[Observation], undrawn: Sequence[WeightMap]) ->
 
 
 def _outcomes(observations: Sequence[Observation]) -> list[tuple[str, str]]:
-    """What happened, as two findings with their numbers and the number of others, and under which backends."""
+    """What happened, as a summary of findings, and under which backends."""
     pairs = []
     for seen in observations:
         pairs.append((some(summary(seen)), style.clean(seen["backend"])))

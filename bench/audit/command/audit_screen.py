@@ -125,7 +125,10 @@ def _numbers(weights: list[Weight], losses: Mapping[Place, float | None]) -> str
 def _loss_weights(
     optimizer: OptimizerAudit, gradient: ExplainedGradient
 ) -> dict[Place, float | None]:
-    """What the main loss of a micro-batch weighs in a gradient, by rank and micro-batch; empty if not known."""
+    """What the main loss of a micro-batch weighs in a gradient, by rank and micro-batch.
+
+    Empty if not known.
+    """
     found: dict[Place, float | None] = {}
     if optimizer.scale is None:
         return found

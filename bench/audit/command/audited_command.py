@@ -31,7 +31,7 @@ def records_folder(asked: str) -> TemporaryDirectory[str]:
 
 
 def environment(folder: Path, updates: int, asked: str = "audit") -> dict[str, str]:
-    """The environment of processes that record their updates in ``folder`` for a command of ours."""
+    """The environment of processes that record updates in ``folder``, for a command of ours."""
     return os.environ | {
         "PYTHONPATH": python_path(SITE),
         "BENCH_AUDIT_FOLDER": str(folder),
@@ -74,9 +74,10 @@ def why_nothing(folder: Path, asked: str = "audit") -> str:
 
 
 def read(folder: Path) -> tuple[dict[int, RecordedRank], int]:
-    """The ranks of the training with the most updates, and how many processes trained apart from it.
+    """The ranks of the training with most updates, and how many processes trained apart from it.
 
-    A command may train several times, and a launcher may restart its ranks: the last of equals is taken.
+    A command may train several times, and a launcher may restart its ranks: the last of equals is
+    taken.
     """
     paths = sorted(folder.glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
     ranks = []
@@ -100,7 +101,10 @@ def _num_steps_of_all(ranks: Mapping[int, RecordedRank]) -> int:
 
 
 def _read_rank(path: Path) -> RecordedRank | None:
-    """What a process has recorded; None if nothing. A process that was killed may have cut off its last line."""
+    """What a process has recorded; None if nothing.
+
+    A process that was killed may have cut off its last line.
+    """
     rank: RecordedRank | None = None
     events = []
     is_cut = False

@@ -1,4 +1,4 @@
-"""What a comparison of splits means: what depends on the split, what rightly may, and what cannot be told."""
+"""What a comparison of splits means: what depends on the split, and what may rightly do so."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ IN_WORDS = {
 
 
 class InvarianceVerdict:
-    """The findings of all splits but the first: errors depend on the split, warnings are not known to."""
+    """The findings of all splits but the first.
+
+    An error depends on the split; a warning says what is not known.
+    """
 
     def __init__(self, runs: Sequence[SplitRun], again: SplitRun, updates: int) -> None:
         """``again`` is the first split once more; ``updates`` were to be sampled."""
@@ -244,7 +247,10 @@ class InvarianceVerdict:
 
 
 def _of_kinds(comparison: SplitComparison, first: Sequence[TensorPair]) -> Iterator[Finding]:
-    """The first update that differs, kind by kind; what follows from another kind is not repeated."""
+    """The first update that differs, kind by kind.
+
+    What follows from another kind is not repeated.
+    """
     label = comparison.other.split.label
     update = first[0].update
     kinds = list(dict.fromkeys(pair.kind for pair in first))
@@ -365,7 +371,10 @@ def _modules(names: Sequence[str], every: set[str]) -> list[str]:
 
 
 def _enclosing(name: str) -> Iterator[str]:
-    """The modules that a tensor is in by its name, the outermost first; also a list that holds it."""
+    """The modules that a tensor is in by its name, the outermost first.
+
+    Also a list that holds it.
+    """
     for place, letter in enumerate(name):
         if letter in ".[" and place:
             yield name[:place]

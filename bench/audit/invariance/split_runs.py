@@ -163,7 +163,7 @@ def run_split(split: TrainingSplit, number: int, updates: int, *, quiet: bool) -
 
 
 def align(first: SplitRun, other: SplitRun) -> None:
-    """Give tensors of the other run the names that they have in the first, where names alone differ.
+    """Give tensors of the other run the names of the first, where names alone differ.
 
     Where a script holds several modules, the variable that names a tensor may be another one at
     that moment.

@@ -65,8 +65,8 @@ def splits(
 ) -> list[TrainingSplit]:
     """The splits, of which the first is the one that the others are compared with.
 
-    ``training`` is what stands behind ``--``: a command, and with ``--other -- COMMAND`` a second one. Raises
-    InputError.
+    ``training`` is what stands behind ``--``: a command, and with ``--other -- COMMAND`` a second
+    one. Raises InputError.
     """
     first, other = _commands(training)
     if not first:
@@ -108,9 +108,7 @@ def _commands(training: Sequence[str]) -> tuple[list[str], list[str] | None]:
     return words, None
 
 
-def _variations(
-    vary: str, batch: int | None, accumulate: Sequence[int] | None
-) -> list[Variation]:
+def _variations(vary: str, batch: int | None, accumulate: Sequence[int] | None) -> list[Variation]:
     places = PLACE.findall(vary)
     if not places:
         raise InputError(

@@ -1,4 +1,7 @@
-"""What differs between two runs of a training: each tensor is bitwise equal, equal to rounding, or different."""
+"""What differs between two runs of a training, tensor by tensor.
+
+A tensor is bitwise equal, equal to rounding, or different.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,8 @@ class TensorPair:
     relative: float = 0.0
     """The norm of the difference, as a share of that of the larger tensor, or of its change."""
     scaled: float = 0.0
-    """The same, where a tensor with small elements is compared with those of its module, or of all."""
+    """The same, where a tensor with small elements is compared with those of its module, or of
+    all."""
     factor: float | None = None
     """What the tensor of the other run is multiplied by, where that is all."""
     bound: float = 0.0

@@ -1,4 +1,4 @@
-"""Whether two runs train on the same samples, update by update, and how each cuts them into micro-batches."""
+"""Whether two runs train on the same samples, and how each cuts them into micro-batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from bench.audit.command.inside.records import Criterion
 from bench.audit.invariance.split_runs import RankState, RecordedMicroBatch, SplitRun
 
 SAME_ROWS = 1e-3
-"""Of the same rows, sums of fingerprints differ by less, in units of the noise of so many other rows."""
+"""Of the same rows, sums of fingerprints differ by less, in units of the noise of so many other
+rows."""
 OTHER_ROWS = 0.3
 """Of other rows they differ by more."""
 EVEN = 1.01
@@ -73,7 +74,9 @@ def rows(run: SplitRun, update: int) -> dict[int, int]:
 
 
 def compare_rows(first: SplitRun, other: SplitRun, update: int) -> RowCounts | None:
-    """Rows of an update in both runs, equal if any input has as many in both; None if none shows them.
+    """Rows of an update in both runs, equal if any input has as many in both.
+
+    None if none shows them.
 
     Where micro-batches are to have other sizes, an input that has as many rows in each is no data.
     """
@@ -94,7 +97,7 @@ def compare_rows(first: SplitRun, other: SplitRun, update: int) -> RowCounts | N
 
 
 def check_samples(first: SplitRun, other: SplitRun, bound: float) -> SamplesCheck:
-    """Compare the rows that models were given, then the indices that loaders gave, then the losses."""
+    """Compare rows that models were given, then indices that loaders gave, then losses."""
     inputs, indices = _compare_inputs(first, other, 1), _compare_indices(first, other)
     if indices is None:
         return inputs or _compare_losses(first, other, bound)
@@ -132,7 +135,10 @@ class _Sums:
 
 
 def _compare_inputs(first: SplitRun, other: SplitRun, update: int) -> SamplesCheck | None:
-    """By what models were given in an update; None if it is not visible, or not in the same form."""
+    """By what models were given in an update.
+
+    None if it is not visible, or not in the same form.
+    """
     mine, others = _sums(first, update), _sums(other, update)
     apart = []
     for place, ours in mine.items():
@@ -224,7 +230,10 @@ def _draw_the_same_together(first: SplitRun, other: SplitRun, ranks: Iterable[in
 
 
 def _per_update(rank: RankState) -> int | None:
-    """Samples that a rank is handed out between two updates; None if they are not always as many."""
+    """Samples that a rank is handed out between two updates.
+
+    None if they are not always as many.
+    """
     drawn: Counter[int] = Counter()
     for micro_batch in rank.micro_batches:
         num_samples = sum(len(samples.indices) for samples in micro_batch.samples)

@@ -56,7 +56,10 @@ class DeepSpeedConfig:
     def with_dtypes(
         self, above: Collection[str], *, auto: bool = True, missing: bool = True
     ) -> DeepSpeedConfig:
-        """The config with the dtypes of the framework above it, which fills in 'auto', or what is missing, or both."""
+        """The config with the dtypes of the framework above it.
+
+        That fills in 'auto', or what is missing, or both.
+        """
 
         def is_on(name: str, *, given: bool) -> bool:
             place = self.part.at(name)
@@ -125,7 +128,7 @@ def deepspeed_part(place: ConfigPart) -> ConfigPart | None:
 
 
 def named_file(file: Path, name: str) -> Path | None:
-    """The file that a config or script names: from here, from beside it, or from a folder above it."""
+    """The file that a config or script names: from here, beside it, or a folder above it."""
     with suppress(OSError, ValueError):  # too long a name, or one with a null character
         for folder in (Path(), *list(file.parents)[:MOST_ABOVE]):
             if (folder / name).is_file() and name.endswith((".json", ".yaml", ".yml")):
@@ -134,7 +137,7 @@ def named_file(file: Path, name: str) -> Path | None:
 
 
 def deepspeed_keys(part: ConfigPart, options: LintOptions) -> Iterator[object]:
-    """The keys of a DeepSpeed config: it ignores unknown ones at the top, and refuses them below."""
+    """The keys of a DeepSpeed config; unknown ones are ignored at the top, and refused below."""
     yield Keys(part, "deepspeed", "DeepSpeed")
     for name in ("zero_optimization", "bf16", "fp16"):
         is_refused, ignored = True, set[str]()

@@ -44,7 +44,10 @@ class DeepSpeedAlone:
 
 
 def subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
-    """What rules are about in a config for ``deepspeed.initialize``. Raises InputError for a wrong value."""
+    """What rules are about in a config for ``deepspeed.initialize``.
+
+    Raises InputError for a wrong value.
+    """
     config = deepspeed_config.read(part)
     yield from repeated_keys(part, is_deepspeed=True)
     yield from deepspeed_keys(part, options)
@@ -61,7 +64,10 @@ def _note_autos(config: DeepSpeedConfig, accumulate: int | None, options: LintOp
         f"{config.part.file}: 'auto' leaves {', '.join(config.autos)} to the arguments that "
         "are used with it, so what "
     )
-    line += "depends on them was not judged; lint the TrainingArguments or the script that names this file too"
+    line += (
+        "depends on them was not judged; lint the TrainingArguments or the script that names "
+        "this file too"
+    )
     is_16_bits = config.bf16 or "bf16.enabled" in config.autos
     if accumulate is None and is_16_bits and config.accumulation_dtype not in FP32:
         condition = "N > 1 and bf16"
@@ -94,7 +100,10 @@ def _no_batch_size(training: DeepSpeedAlone) -> Iterator[Found]:
         and config.micro_batch is None
         and not any(config.part.at(key).given for key in sizes)
     ):
-        what = "deepspeed.initialize refuses a config without a batch size; Lightning and accelerate fill it in"
+        what = (
+            "deepspeed.initialize refuses a config without a batch size; Lightning and "
+            "accelerate fill it in"
+        )
         fix = (
             "set train_micro_batch_size_per_gpu, or lint the Lightning config that names this file"
         )
@@ -151,7 +160,8 @@ def _silent_clip(training: DeepSpeedAlone) -> Iterator[Found]:
     small = SmallRun(4, 8)
     yield Found(
         place,
-        f"gradient_clipping is not set: unless the program sets it, DeepSpeed {used} clips to norm 1.0, which versions "
+        f"gradient_clipping is not set: unless the program sets it, DeepSpeed {used} clips to "
+        "norm 1.0, which versions "
         "before 0.19.3 did not",
         'set "gradient_clipping" to 0.0 to clip nothing, or to the threshold that is meant',
         small.command("deepspeed-zero2-eager", clip=small.clip)
@@ -166,7 +176,8 @@ def _silent_clip(training: DeepSpeedAlone) -> Iterator[Found]:
 def _carried(training: DeepSpeedAlone) -> Iterator[Found]:
     config, n, options = training.config, training.accumulate, training.options
     ranks, micro = options.world_size, options.batch_size or config.micro_batch
-    # A config with 'auto' is for Hugging Face's Trainer, which makes the engine step at the end of an epoch.
+    # A config with 'auto' is for Hugging Face's Trainer, which makes the engine step at the end of
+    # an epoch.
     if n is None or n <= 1 or not config.managed or config.autos:
         return
     if micro is None and config.batch is not None and ranks:
@@ -184,8 +195,10 @@ def _carried(training: DeepSpeedAlone) -> Iterator[Found]:
         code = "TAIL02"
     yield Found(
         config.part.at("gradient_accumulation_steps"),
-        f"DeepSpeed continues a window in the next epoch: {num_batches} micro-batches per epoch and rank give "
-        f"{plan.full_windows} steps after one epoch and {2 * num_batches // n} after two. Training that ends after one "
+        f"DeepSpeed continues a window in the next epoch: {num_batches} micro-batches per epoch "
+        "and rank give "
+        f"{plan.full_windows} steps after one epoch and {2 * num_batches // n} after two. "
+        "Training that ends after one "
         f"epoch drops the last {plan.partial_window} micro-batches",
         f"make the samples a multiple of {(micro or 0) * n * (ranks or 0)}, or call "
         "engine.set_gradient_accumulation_boundary(True) before the last micro-batch of an epoch",

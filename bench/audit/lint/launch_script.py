@@ -176,7 +176,10 @@ def _between_ends(words: Sequence[Word]) -> Iterator[list[Word]]:
 
 
 def _expanded(words: Sequence[Word], variables: _Variables) -> Iterator[Word]:
-    """The words with known variables; one that holds several words, or a command for ``eval``, is split."""
+    """The words with known variables.
+
+    One that holds several words, or a command for ``eval``, is split.
+    """
     is_evaluated = bool(words) and words[0].text == "eval"
     for word in words:
         text = variables.expand(variables.expand(word.text))
@@ -228,7 +231,10 @@ def _place_of_script(launcher: str, words: Sequence[Word]) -> int | None:
 
 
 def _options(words: Sequence[Word], file: str) -> ConfigPart:
-    """``--key value`` and ``--key=value`` as a mapping; a key without a value is true, one with several has a list."""
+    """``--key value`` and ``--key=value`` as a mapping.
+
+    A key without a value is true, one with several has a list.
+    """
     values: dict[str, Any] = {}
     lines: dict[KeyPath, int] = {}
     key = ""
@@ -255,7 +261,7 @@ def _options(words: Sequence[Word], file: str) -> ConfigPart:
 
 
 def plain_value(text: str) -> Any:
-    """What a word means to a parser of arguments: true or false, a number, nothing, or the word itself."""
+    """What a word means to a parser of arguments: a bool, a number, nothing, or itself."""
     if text.lower() in {"true", "false"}:
         return text.lower() == "true"
     if text.lower() in {"none", "null"}:

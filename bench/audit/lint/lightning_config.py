@@ -1,4 +1,4 @@
-"""A config of Lightning: what it says about the Trainer, its strategy, its callbacks and its data."""
+"""A config of Lightning: what it says of the Trainer, its strategy, callbacks and data."""
 
 from __future__ import annotations
 
@@ -130,7 +130,10 @@ class LightningConfig:
 
     @property
     def windows(self) -> TrainingPlan | None:
-        """The windows of an epoch; None if NB is unknown, N changes, or nothing is trained but a ``fast_dev_run``."""
+        """The windows of an epoch.
+
+        None if NB is unknown, N changes, or nothing is trained but a ``fast_dev_run``.
+        """
         if (
             self.num_batches is None
             or self.schedule is not None
@@ -221,7 +224,7 @@ def _world_size(trainer: ConfigPart) -> int | None:
 def _named(
     parts: list[ConfigPart], names: tuple[str, ...], depth: int = 4
 ) -> Iterator[tuple[ConfigPart, Any]]:
-    """The values with these names under the parts, the shallowest first, except those not about training."""
+    """Values with these names under the parts, the shallowest first, if about training."""
     for name in names:
         for part in parts:
             value = part.value.get(name)

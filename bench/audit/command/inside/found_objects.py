@@ -1,4 +1,4 @@
-"""Objects of frameworks and models that exist in the process: what they were asked for, and what they are called."""
+"""Objects of frameworks and models in the process: what they were asked for, and their names."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class FoundObjects:
         return count
 
     def copies_of(self, leaf: Tensor, name: str) -> Tensor | None:
-        """A parameter or buffer of another module with this name and shape that is not trained, as of an average."""
+        """An untrained tensor of another module with this name and shape, as of an average."""
         ending = name.split(".", 1)[-1]
         for other in self._frozen.get(tuple(leaf.shape), ()):
             if self._names.get(id(other), "").endswith(ending) and ending:
@@ -215,7 +215,10 @@ def _without_wrappers(name: str) -> str:
 
 
 def _prefixes(roots: Sequence[torch.nn.Module]) -> dict[int, str]:
-    """What stands before the names of the parameters of each module, by its id; nothing if there is one."""
+    """What stands before the names of the parameters of each module, by its id.
+
+    Nothing if there is one.
+    """
     if len(roots) < 2:
         return {}
     variables = _variables(roots)

@@ -1,4 +1,4 @@
-"""Samples of leaves of autograd: what each backward adds to the gradient, and what the optimizer uses of it."""
+"""Samples of leaves of autograd: what backwards add to gradients, and what optimizers use."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class LeafProbe:
         return held.detach().take(self.start_places)
 
     def gradient(self) -> Tensor:
-        """The gradient as the optimizer finds it: 0 where it is None, and NaN where it is not on this rank."""
+        """The gradient that the optimizer finds: 0 where it is None, NaN where not on this rank."""
         gradient = self.holder.grad
         local = None
         if gradient is not None:
@@ -155,12 +155,16 @@ class LeafProbe:
 
 
 def _part(leaf: Tensor) -> str:
-    """Which part of a distributed tensor is on this rank: its place on each dimension of the mesh that shards it."""
+    """Which part of a distributed tensor is on this rank.
+
+    That is its place on each dimension of the mesh that shards it.
+    """
     if not hasattr(leaf, "_local_tensor"):
         return ""
     mesh, placements = leaf.device_mesh, leaf.placements  # type: ignore[attr-defined]
     parts = []
-    for placement, coordinate in zip(placements, mesh.get_coordinate() or []):  # noqa: B905 - older Pythons
+    coordinates = mesh.get_coordinate() or []
+    for placement, coordinate in zip(placements, coordinates):  # noqa: B905 - older Pythons
         if not placement.is_replicate():
             parts.append(f"{placement}@{coordinate}")
     return " ".join(parts)
@@ -197,7 +201,8 @@ def _partition(leaf: Tensor, zero: Any) -> Partition:
     """Which of ZeRO's flat parameters has a part of the leaf, and where."""
     if hasattr(leaf, "ds_tensor"):
         group, start, count = zero.grad_position[zero.get_param_id(leaf)]
-        first = dist.get_rank(leaf.ds_process_group) * leaf.ds_tensor.ds_numel  # type: ignore[attr-defined]
+        rank = dist.get_rank(leaf.ds_process_group)  # type: ignore[attr-defined]
+        first = rank * leaf.ds_tensor.ds_numel
         return Partition(zero.fp32_partitioned_groups_flat[group], first, start, count)
     mapping: Any = getattr(leaf, "_hp_mapping", None)
     if mapping is not None:

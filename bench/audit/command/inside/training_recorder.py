@@ -1,8 +1,8 @@
 """What happens in a rank: samples of gradients, the criteria of losses, and what is reduced.
 
-``watched_calls`` reports backwards, clipping, hooks, batches and steps to the recorder. It imports nothing of bench but
-``c10d_kernels``: the command may run in another environment. It communicates nothing, draws from no global generator,
-changes no tensor, and never raises into the training.
+``watched_calls`` reports backwards, clipping, hooks, batches and steps to the recorder. It imports
+nothing of bench but ``c10d_kernels``: the command may run in another environment. It communicates
+nothing, draws from no global generator, changes no tensor, and never raises into the training.
 """
 
 from __future__ import annotations
@@ -87,7 +87,10 @@ class ClippedNow(NamedTuple):
 
 
 class TrainingRecorder:
-    """Writes a line per event until enough updates were sampled, and afterwards one for each new length of a window."""
+    """Writes a line per event until enough updates were sampled.
+
+    Afterwards it writes one for each new length of a window.
+    """
 
     def __init__(self) -> None:
         self.kernels = CollectiveKernels(
@@ -203,7 +206,7 @@ class TrainingRecorder:
         self._backward = backward
 
     def _look_at_held(self, probe: LeafProbe, backward: Backward[Tensor, Tensor]) -> None:
-        """What is left in the gradient of a leaf, and whether it was cleared since the last backward."""
+        """What is left in a leaf's gradient, and whether it was cleared since the last backward."""
         is_held = probe.held() is not None
         left = None
         if probe.is_fresh and is_held:
@@ -213,7 +216,7 @@ class TrainingRecorder:
             backward.cleared.append(probe.number)
 
     def _changes(self) -> Tensor | None:
-        """By watched leaf 1 if the optimizer's values of it have changed since this was asked last."""
+        """By watched leaf 1 if the optimizer's values of it have changed since the last call."""
         rows = []
         for probe in self._watched:
             values = probe.start()
@@ -286,7 +289,10 @@ class TrainingRecorder:
         self._before_step = BeforeStep(self._num_backwards, used, start)
 
     def after_step(self, optimizer: Optimizer, arguments: object, options: object) -> None:
-        """The end of an update. A closure of the optimizer may have run the backward, as Lightning's does."""
+        """The end of an update.
+
+        A closure of the optimizer may have run the backward, as Lightning's does.
+        """
         before = self._before_step
         key = id(optimizer)
         number = self._optimizers.setdefault(key, len(self._optimizers))
@@ -426,7 +432,10 @@ class TrainingRecorder:
         return used
 
     def _factor(self, optimizer: Optimizer) -> Tensor | None:
-        """What makes of a gradient what it was before it was scaled, or clipped by DeepSpeed; None if it was not."""
+        """What makes of a gradient what it was before it was scaled, or clipped by DeepSpeed.
+
+        None if it was not.
+        """
         scale: Tensor | None = getattr(optimizer, "grad_scale", None)
         limit = getattr(self._objects.zero, "clip_grad", 0.0)
         norm = getattr(self._objects.zero, "_global_grad_norm", None)
@@ -442,7 +451,7 @@ class TrainingRecorder:
         return [probe.start() for probe in self._probes]
 
     def _count(self, number: int, name: str, since: int) -> None:
-        """An update that is not sampled is written down if its window has another length than those before."""
+        """Write down an unsampled update if its window is of another length than those before."""
         if since and (number, since) not in self._known_lengths:
             self._known_lengths.add((number, since))
             update = self._num_updates[number]
@@ -538,7 +547,7 @@ def _joined(samples: Sequence[Tensor | None]) -> dict[str, object]:
 
 
 def _plain(value: object) -> object:
-    """For JSON: numbers as they are, values as the bytes of doubles, which are written faster than digits."""
+    """For JSON: numbers as they are, values as bytes of doubles, which are faster than digits."""
     if not isinstance(value, Tensor):
         return vars(value)
     if not value.dim():

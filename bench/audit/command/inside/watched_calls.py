@@ -76,7 +76,8 @@ def watch(recorder: GradientWatcher) -> None:
 def wrap_backward(recorder: GradientWatcher) -> None:
     """Wrap what ``Tensor.backward`` and ``autograd.grad`` call, and check that it is called.
 
-    The check runs no backward: once the engine has run, torch may refuse to run it in a forked process.
+    The check runs no backward: once the engine has run, torch may refuse to run it in a forked
+    process.
     """
     autograd: Any = torch.autograd  # the function is none that torch declares
     run: Callable[..., object] = autograd._engine_run_backward
@@ -96,7 +97,8 @@ def wrap_backward(recorder: GradientWatcher) -> None:
         *arguments: object,
         **options: object,
     ) -> object:
-        # autograd.grad accumulates nothing; checkpointing runs backwards inside of one; fake tensors train nothing.
+        # autograd.grad accumulates nothing; checkpointing runs backwards inside of one; fake
+        # tensors train nothing.
         is_training = options.get("accumulate_grad") and torch._C._current_graph_task_id() == -1
         if not is_training or any(type(root).__name__ == "FakeTensor" for root in roots):
             return run(roots, gradients, retain_graph, *arguments, **options)
@@ -134,7 +136,7 @@ def wrap_clipping(original: Callable[..., object], recorder: GradientWatcher) ->
 
 
 def _wrap_hooks(recorder: TrainingRecorder) -> None:
-    """What a hook makes of a gradient is compared with what it was given, while backwards are sampled."""
+    """While backwards are sampled, compare what hooks make of gradients with what they get."""
     original: Callable[..., object] = Tensor.register_hook
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""The state of a training, found among the objects of its process: where each tensor is, and its name."""
+"""The state of a training, found among the objects of its process."""
 
 from __future__ import annotations
 
@@ -76,7 +76,10 @@ class FoundState:
         return self._names.get(id(parameter)) or self.objects.name_of(parameter)
 
     def model_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Those that ZeRO trains by way of its flat tensors; of stage 3 they are this rank's parts."""
+        """Those that ZeRO trains by way of its flat tensors.
+
+        Of stage 3 they are this rank's parts.
+        """
         for parameter in self._mapped.values():
             yield self.name_of(parameter), getattr(parameter, "ds_tensor", parameter)
 
@@ -89,7 +92,10 @@ class FoundState:
                         yield self.objects.name_of(buffer) or name, buffer
 
     def copies(self) -> Iterator[tuple[str, Tensor]]:
-        """Tensors shaped as trained parameters that are not trained: moving averages, targets, references."""
+        """Tensors that are shaped as trained parameters, and are not trained.
+
+        These are moving averages, targets or references.
+        """
         shapes = {tuple(parameter.shape) for parameter in self._trained_parameters()}
         seen: set[int] = set()
         for root in self.objects.roots:

@@ -1,4 +1,6 @@
-"""The state of a training after each of its first updates: sketches of tensors, positions, micro-batches.
+"""The state of a training after each of its first updates.
+
+That is sketches of tensors, positions of schedules, and micro-batches.
 
 ``watched_steps`` reports backwards, clipping, batches and steps to the recorder. It imports nothing
 of bench but what the recorder of ``audit`` uses, communicates nothing, draws from no global

@@ -126,5 +126,3 @@ class Finish:
     failure: str = ""
     seconds: float = 0.0
     """What the recorder took."""
-
-

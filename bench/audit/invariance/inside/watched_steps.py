@@ -22,7 +22,10 @@ def install() -> None:
 
 
 def _wrap_loaders(recorder: StateRecorder) -> None:
-    """A loader draws the indices of a batch before it hands it out: with workers, some batches before."""
+    """A loader draws the indices of a batch before it hands it out.
+
+    With workers it does so some batches before.
+    """
     iterator: Any = torch.utils.data.dataloader._BaseDataLoaderIter
     draw: Callable[[object], object] = iterator._next_index
     hand_out: Callable[[object], object] = iterator.__next__

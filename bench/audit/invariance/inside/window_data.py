@@ -1,4 +1,4 @@
-"""What a micro-batch was made of, as its autograd graph shows it: fingerprints that add up over a split batch."""
+"""What a micro-batch was made of, as its graph shows it: fingerprints that add up over a split."""
 
 from __future__ import annotations
 
