@@ -67,7 +67,10 @@ def _first_update(run: SplitRun, other: SplitRun) -> str:
 def _alike(comparison: SplitComparison) -> str:
     """How many tensors are how much alike."""
     counts = Counter(pair.likeness for pair in comparison.pairs)
-    parts = [f"{counts[likeness]:,} {likeness}" for likeness in Likeness if counts[likeness]]
+    parts = []
+    for likeness in Likeness:
+        if counts[likeness]:
+            parts.append(f"{counts[likeness]:,} {likeness}")
     text = f"{', '.join(parts) or 'no tensors'} in {plural(comparison.updates, 'update')}"
     if comparison.likeness is Likeness.ROUNDED:
         text += f"; gradients of update 1 differ by at most {comparison.largest():.1g}"
@@ -81,18 +84,20 @@ def screen(verdict: InvarianceVerdict) -> list[str]:
 
 def document(verdict: InvarianceVerdict) -> dict[str, object]:
     """The same as data."""
-    runs = (verdict.first, *verdict.others)
-    bounds = {}
+    statuses, seconds, bounds = {}, {}, {}
+    for run in (verdict.first, *verdict.others):
+        statuses[run.split.label] = run.status
+        seconds[run.split.label] = _seconds(run)
     for comparison in verdict.comparisons:
         bounds[comparison.other.split.label] = comparison.bound
     return {
         "verdict": verdict.verdict,
         "headline": headline(verdict),
         "findings": [found.to_dict() for found in verdict.findings],
-        "exit_statuses": {run.split.label: run.status for run in runs},
+        "exit_statuses": statuses,
         "evidence": evidence(verdict),
         "bounds": bounds,
-        "recorder_s": {run.split.label: _seconds(run) for run in runs},
+        "recorder_s": seconds,
         "differences": list(_differences(verdict)),
     }
 

@@ -496,16 +496,20 @@ def _begins_alike(first: SplitRun, other: SplitRun) -> bool:
 
 def _excuses(first: SplitRun, other: SplitRun) -> Iterator[str]:
     """What may rightly depend on how a batch is split."""
-    trainers = [*first.trainers(), *other.trainers()]
-    count = max(trainer.batch_norms for trainer in trainers)
+    count, has_dropout, draws = 0, False, False
+    for trainer in (*first.trainers(), *other.trainers()):
+        count = max(count, trainer.batch_norms)
+        has_dropout = has_dropout or trainer.dropouts > 0
+    micro_batches = [*first.micro_batches(), *other.micro_batches()]
+    for micro_batch in micro_batches:
+        has_dropout = has_dropout or micro_batch.dropout
+        draws = draws or micro_batch.drew
     if count:
         modules = plural(count, "BatchNorm module")
         yield f"{modules} in training mode normalize each micro-batch by itself"
-    micro_batches = [*first.micro_batches(), *other.micro_batches()]
-    has_dropouts = any(trainer.dropouts for trainer in trainers)
-    if has_dropouts or any(found.dropout for found in micro_batches):
+    if has_dropout:
         yield "dropout draws other numbers for each micro-batch: set it to 0"
-    elif any(found.drew for found in micro_batches):
+    elif draws:
         yield "torch draws random numbers between batch and backward, as dropout does: set it to 0"
     num_contrasted = sum(map(_contrasts, micro_batches))
     if num_contrasted > CONTRASTIVE * len(micro_batches):

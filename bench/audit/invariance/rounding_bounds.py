@@ -59,7 +59,8 @@ LINEAR = frozenset(
 
 def unit(dtypes: Iterable[str]) -> float:
     """The largest unit roundoff of these dtypes; that of fp32 if none is known."""
-    return max((UNITS[dtype] for dtype in dtypes if dtype in UNITS), default=UNITS["float32"])
+    known = UNITS.keys() & set(dtypes)
+    return max(map(UNITS.__getitem__, known), default=UNITS["float32"])
 
 
 def of_gradients(dtypes: Iterable[str]) -> float:

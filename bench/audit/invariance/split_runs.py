@@ -158,7 +158,10 @@ def run_split(split: TrainingSplit, number: int, updates: int, *, quiet: bool) -
         status = audited_command.run(command, folder, updates, quiet=quiet, asked="invariance")
         nothing = audited_command.why_nothing(folder, "invariance")
         ranks = read(folder)
-    written = [entry for entry, time in _entries().items() if before.get(entry) != time]
+    written = []
+    for entry, time in _entries().items():
+        if before.get(entry) != time:
+            written.append(entry)
     return SplitRun(split, status, ranks, nothing, sorted(written))
 
 
