@@ -10,12 +10,12 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from bench.audit.invariance.invariance_screen import screen
-from bench.audit.invariance.invariance_verdict import BITWISE, ROUNDED
+from bench.audit.invariance.invariance_verdict import BITWISE, ROUNDED, InvarianceVerdict
 from bench.formatting import at_most
 from bench.tabular import markdown_table
 from studies import ROOT
@@ -29,6 +29,8 @@ SCREENS = ("state moe-each", "ddp underweight on 2")
 AT_ONCE = 4
 """Cases whose results are kept together."""
 RIGHT = (ROUNDED, BITWISE)
+Results: TypeAlias = dict[str, Any]
+"""As docs/invariance.json has them: by the name of a case, and what COST was measured."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,26 +38,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("--again", choices=("scripts", "cost"), help="run all of these again")
     options = parser.parse_args(argv)
-    data: dict[str, Any] = json.loads(DATA.read_text()) if DATA.exists() else {}
+    data: Results = {}
+    if DATA.exists():
+        data = json.loads(DATA.read_text())
     if options.again == "scripts":
-        data = {COST: data[COST]} if COST in data else {}
+        measured = data.get(COST)
+        data = {}
+        if measured is not None:
+            data[COST] = measured
     elif options.again == "cost":
         data.pop(COST, None)
     missing = [case for case in CASES if case.name not in data]
-    for cases in _batches(missing):
-        with tempfile.TemporaryDirectory() as folder:
-            for case, found in zip(cases, compare(cases, Path(folder)), strict=True):
-                data[case.name] = {
-                    "verdict": found.verdict,
-                    "findings": [each.to_dict() for each in found.findings],
-                    "largest": max((each.largest() for each in found.comparisons), default=0.0),
-                    "bound": max((each.bound for each in found.comparisons), default=0.0),
-                    "screen": screen(found) if case.name in SCREENS else [],
-                }
-                print(
-                    f"{'' if _is_expected(case, data) else 'NOT EXPECTED '}{case.name}: {found.verdict}"
-                )
-        _keep(data)
+    for start in range(0, len(missing), AT_ONCE):
+        _run(missing[start : start + AT_ONCE], data)
     if COST not in data:
         data[COST] = measure()
         _keep(data)
@@ -63,31 +58,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(not all(_is_expected(case, data) for case in CASES))
 
 
-def _batches(cases: Sequence[SplitCase]) -> list[Sequence[SplitCase]]:
-    return [cases[start : start + AT_ONCE] for start in range(0, len(cases), AT_ONCE)]
+def _run(cases: Sequence[SplitCase], data: Results) -> None:
+    """Run cases, and keep what is found."""
+    with tempfile.TemporaryDirectory() as folder:
+        for case, found in zip(cases, compare(cases, Path(folder)), strict=True):
+            data[case.name] = _result(case, found)
+            text = f"{case.name}: {found.verdict}"
+            if not _is_expected(case, data):
+                text = f"NOT EXPECTED {text}"
+            print(text)
+    _keep(data)
 
 
-def _is_expected(case: SplitCase, data: dict[str, Any]) -> bool:
-    found = data[case.name]["verdict"]
+def _result(case: SplitCase, found: InvarianceVerdict) -> dict[str, object]:
+    shown = []
+    if case.name in SCREENS:
+        shown = screen(found)
+    return {
+        "verdict": found.verdict,
+        "findings": [each.to_dict() for each in found.findings],
+        "largest": max((each.largest() for each in found.comparisons), default=0.0),
+        "bound": max((each.bound for each in found.comparisons), default=0.0),
+        "screen": shown,
+    }
+
+
+def _is_expected(case: SplitCase, data: Results) -> bool:
+    found = data[case.name]
     if case.verdict == ROUNDED:
-        return found in RIGHT
-    texts = [each["text"] for each in data[case.name]["findings"] if each["topic"] == case.topic]
-    return found == case.verdict and any(case.word in text for text in texts)
+        return found["verdict"] in RIGHT
+    if found["verdict"] != case.verdict:
+        return False
+    texts = [finding["text"] for finding in found["findings"] if finding["topic"] == case.topic]
+    return any(case.word in text for text in texts)
 
 
-def _keep(data: dict[str, Any]) -> None:
+def _keep(data: Results) -> None:
     DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
-def page(data: dict[str, Any]) -> str:
+def page(data: Results) -> str:
     """The page, from the results that are kept."""
     cases = [case for case in CASES if case.name in data]
-    wrong = [case for case in cases if case.verdict == DIFFERENT]
-    sound = [case for case in cases if case.verdict != DIFFERENT]
-    found = [case for case in wrong if _is_expected(case, data)]
-    accused = [case for case in sound if data[case.name]["verdict"] == DIFFERENT]
-    rounded = [case for case in cases if case.verdict == ROUNDED]
-    apart = max(data[case.name]["largest"] / (data[case.name]["bound"] or 1.0) for case in rounded)
+    columns = ("script", "commit or version", "what it says", "checked by hand")
     return "\n".join(
         [
             "# Invariance: the same training at two splits of its batch",
@@ -96,22 +109,14 @@ def page(data: dict[str, Any]) -> str:
             "",
             INTRODUCTION,
             "",
-            SIZES_OF_ROUNDING.format(apart=at_most(apart)),
+            SIZES_OF_ROUNDING.format(apart=at_most(_largest_share(cases, data))),
             "",
             "## Scripts with a known verdict",
             "",
-            f"In tests/invariance/cases.py, at N = 1 against N = 4. {len(found)} of {len(wrong)} wrong ones are "
-            f"found, and {len(accused)} of {len(sound)} right ones accused, of which {len(sound) - len(rounded)} may "
-            "depend on N or are not seeded, and are named.",
-            "",
-            *markdown_table(("finding", "what is wrong"), _by_finding(found)),
+            *_known_verdicts(cases, data),
             "## Two screens",
             "",
-            *(
-                line
-                for name in SCREENS
-                for line in (f"Of `{name}`:", "", "```", *data[name]["screen"], "```", "")
-            ),
+            *_screens(data),
             LIMITS,
             "",
             "## What it costs",
@@ -119,11 +124,40 @@ def page(data: dict[str, Any]) -> str:
             _cost(data[COST]),
             "",
             PUBLIC,
-            *markdown_table(
-                ("script", "commit or version", "what it says", "checked by hand"), PUBLIC_SCRIPTS
-            ),
+            *markdown_table(columns, PUBLIC_SCRIPTS),
         ]
     )
+
+
+def _largest_share(cases: Sequence[SplitCase], data: Results) -> float:
+    """What gradients of right scripts differ by at most, as a share of the bound."""
+    largest = 0.0
+    for case in cases:
+        if case.verdict == ROUNDED:
+            result = data[case.name]
+            largest = max(largest, result["largest"] / (result["bound"] or 1.0))
+    return largest
+
+
+def _known_verdicts(cases: Sequence[SplitCase], data: Results) -> Iterator[str]:
+    """How many scripts are found or accused, and what is found."""
+    wrong = [case for case in cases if case.verdict == DIFFERENT]
+    found = [case for case in wrong if _is_expected(case, data)]
+    right = [case for case in cases if case.verdict != DIFFERENT]
+    accused = [case for case in right if data[case.name]["verdict"] == DIFFERENT]
+    excused = [case for case in right if case.verdict != ROUNDED]
+    yield (
+        f"The scripts of tests/invariance/cases.py ran at N = 1 and at N = 4. Of {len(wrong)} wrong ones {len(found)} "
+        f"are found, and of {len(right)} right ones {len(accused)} are accused. {len(excused)} of the right ones may "
+        "depend on N or are not seeded, and the answer says so."
+    )
+    yield ""
+    yield from markdown_table(("finding", "what is wrong"), _by_finding(found))
+
+
+def _screens(data: Results) -> Iterator[str]:
+    for name in SCREENS:
+        yield from (f"The screen of `{name}`:", "", "```", *data[name]["screen"], "```", "")
 
 
 def _by_finding(cases: Sequence[SplitCase]) -> list[tuple[str, str]]:
@@ -139,7 +173,7 @@ def _cost(found: dict[str, Any]) -> str:
         f"On a model of {found['parameters'] / 1e6:.0f} million parameters (AdamW, clipping, {found['tokens']:,} "
         f"tokens per update in {found['accumulate']} micro-batches, one thread of a CPU), the recorder takes "
         f"{100 * found['share']:.1f} % of the time of an update that is sampled: {found['recorder_s']:.1f} s of "
-        f"{found['window_s']:.0f} s. Afterwards a wrapper looks at one flag per backward, step and batch."
+        f"{found['window_s']:.0f} s. Afterwards it looks at one flag per backward, step and batch."
     )
 
 

@@ -8,46 +8,48 @@ python -m bench invariance --vary "--gas {N} --micro-batch {B}" --batch 8 --accu
     torchrun --nproc-per-node 2 train.py --seed 0
 ```
 
-runs a training command once per split of its batch, and once more for the first split (A/A). After each of the first
-updates it compares what every rank holds: gradients before and after clipping, the optimizer's state, buffers, changes
-of parameters, copies of them (moving averages), learning rates, schedules and loss scales.
-[Other options may vary, or the whole command](commands.md#the-same-training-twice). A check of pull
-requests: [invariance.yml](../.github/examples/invariance.yml).
+This runs a training command once per split of its batch, and the first split twice (A/A). After each of the
+first updates it compares what every rank holds: gradients before and after clipping, the optimizer's state, buffers,
+changes of parameters, copies of parameters (moving averages), learning rates, schedules and loss scales.
+[Other options may vary, or the whole command](commands.md#the-same-training-twice).
+[invariance.yml](../.github/examples/invariance.yml) checks pull requests.
 
 | verdict | exit status | what it says |
 | --- | --- | --- |
 | bitwise equal | 0 | all bits are the same |
-| equal to rounding | 0 | differences are below a bound, which the answer has |
-| differs | 1 | the first update, the tensors, and the factor if it is one |
-| not judged | 3 | what differs may do so: dropout, BatchNorm, rows that are contrasted |
-| not comparable | 3 | other samples, another start, or a command that differs from itself |
+| equal to rounding | 0 | differences are below a bound, which the screen states |
+| differs | 1 | the first update that differs, its tensors, and the factor if there is one |
+| not judged | 3 | what differs may depend on the split: dropout, BatchNorm, rows that are contrasted |
+| not comparable | 3 | other samples, other initial values, or a command that differs from itself |
 
-If a command fails, its exit status is returned. Of a tensor a norm, 64 signed sums, 64 elements and a hash of its bits
-are kept; the sums are linear, so they give the norm of a difference within some 10 %."""
+If a command fails, its exit status is returned. Of each tensor, the norm, 64 signed sums, 64 elements and a hash of
+its bits are kept. The sums are linear, so they give the norm of a difference within some 10 %."""
 SIZES_OF_ROUNDING = """\
-The bound of a gradient is sqrt(n) u for sums of 2^21 terms in fp32, or sqrt(100) u for a hundred layers in the dtype of
-the graph (Higham and Mary 2019): 9e-5 in fp32, 0.04 in bf16. Of the right scripts below none uses more than {apart} of
-it. States that add gradients get three times as much. Adam makes a whole step of a gradient's rounding, so changes of
-parameters are judged, up to 10 %, by elements whose gradient is ten times above its rounding. In later updates the
-bound grows by four times what parameters differ by."""
+The bound of a gradient is sqrt(n) u for sums of n = 2^21 terms in fp32, or sqrt(100) u for a hundred layers in the
+dtype of the graph, where u is the unit roundoff (Higham and Mary 2019): 9e-5 in fp32, 0.04 in bf16. None of the right
+scripts below uses more than {apart} of it. States that add up gradients get three times as much. Adam can turn the
+rounding of a gradient into a whole step, so changes of parameters may differ by 10 %, and elements are compared whose
+gradient is ten times above its rounding. In later updates the bound grows by four times what the parameters differ
+by."""
 LIMITS = """\
 ## What it cannot see
 
-- What all splits do alike, such as gradients of another scale, which [audit](audit.md) judges. An exception is a
+- What all splits do alike, such as a wrong scale of gradients, which [audit](audit.md) judges. An exception is a
   parameter in DistributedDataParallel that ranks change differently.
 - Updates after the sampled ones, or after the first with other samples.
-- In bf16, faults below some 4 % of a gradient; anywhere, gradients far below 1 % of the largest.
-- Changes by optimizers with inverse roots or orthogonal factors (Shampoo, Muon) below 30 %, and integer states.
-- What amplifies rounding without a limit, as exact factors of a gradient without full rank do, may be called different;
-  so are other losses that depend on a micro-batch as a whole.
-- Averages and schedules that are no modules, no schedules of torch or DeepSpeed, and no lists or dictionaries with a
+- In bf16, faults below some 4 % of a gradient; in any dtype, faults in gradients far below 1 % of the largest.
+- Faults below 30 % with optimizers of inverse roots or orthogonal factors (Shampoo, Muon), and integer states.
+- What amplifies rounding without a limit, as exact factors of a gradient without full rank do: it may be called
+  different. So may a loss that depends on its micro-batch as a whole.
+- Averages and schedules that are neither modules, nor schedules of torch or DeepSpeed, nor lists or dictionaries with a
   tensor per parameter in an attribute or global variable.
 - Without a loader or an input that shows the samples, only a factor is called different.
-- Optimizers that are none of `torch.optim.Optimizer`, or run several backwards per step; `python -I` and `-E`."""
+- Optimizers that do not derive from `torch.optim.Optimizer`, or run several backwards per step; processes started with
+  `python -I` or `-E`."""
 PUBLIC = """\
-## Scripts that nobody here wrote
+## Scripts of other projects
 
-Run on the CPU, with other sizes and data (random tokens, tiny models); checked by reading their code.
+They ran on the CPU as tiny models with random tokens. What it says of each was checked against the code of the script.
 """
 PUBLIC_SCRIPTS: tuple[tuple[str, str, str, str], ...] = (
     (

@@ -14,7 +14,8 @@ The path of a scenario from scenarios.toml to the pages:
    ``weight_figure`` draws the coefficients of one scenario as maps.
 6. ``semantics_files`` writes everything.
 
-The other commands: ``command/`` audits any training command, ``invariance/`` compares one with itself at another split
-of its batch, ``stepcount`` calculates the steps of a ``training_plan``, ``monitor`` measures
-ThroughputMonitor, ``dtypes`` the precision of sums, and ``lint/`` reads configs.
+The other commands: ``command/`` audits any training command, ``invariance/`` compares one with
+itself at another split of its batch, ``stepcount`` calculates the steps of a ``training_plan``,
+``monitor`` measures ThroughputMonitor, ``dtypes`` the precision of sums, and ``lint/`` reads
+configs.
 """

@@ -1,7 +1,7 @@
-"""Versions of frameworks that are known to accumulate otherwise than they say, each with a program that shows it.
+"""Versions of frameworks known to accumulate otherwise than they say, each with a reproducer.
 
-``advisories.toml`` has them. Packages and settings are compared with it by ``matching``, which needs no framework.
-docs/known-bad.md is written from it.
+``advisories.toml`` has them. Packages and settings are compared with it by ``matching``, which
+needs no framework. docs/known-bad.md is written from it.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import datetime
 import functools
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
@@ -88,7 +90,8 @@ class Advisory(BaseModel):
     beside: dict[str, Versions] = {}
     """Other packages that must be installed too, and their versions."""
     level: Level
-    """``error`` if the update is silently wrong, ``warning`` if a program is stopped or misinformed, else ``note``."""
+    """``error`` if the update is silently wrong, ``warning`` if a program is stopped or
+    misinformed, else ``note``."""
     condition: dict[str, Wanted]
     """Facts of a training, all of which must be as they are wanted; see ``facts_of``."""
     effect: str
@@ -117,14 +120,13 @@ class Advisory(BaseModel):
 
     @model_validator(mode="after")
     def _agrees(self) -> Advisory:
-        outside = [v for row in self.bad for v in row.versions if not _within(v, self.affected)]
-        inside = [v for row in self.good for v in row.versions if _within(v, self.affected)]
+        affected = self.affected
+        outside = [found for found in _versions(self.bad) if not _within(found, affected)]
+        inside = [found for found in _versions(self.good) if _within(found, affected)]
         if outside:
-            raise ValueError(
-                f"{self.id}: {', '.join(outside)} are bad, but not in '{self.affected}'"
-            )
+            raise ValueError(f"{self.id}: {', '.join(outside)} are bad, but not in '{affected}'")
         if inside:
-            raise ValueError(f"{self.id}: {', '.join(inside)} are good, but in '{self.affected}'")
+            raise ValueError(f"{self.id}: {', '.join(inside)} are good, but in '{affected}'")
         if self.fixed_in and _within(self.fixed_in, self.affected):
             raise ValueError(
                 f"{self.id}: fixed_in is {self.fixed_in}, but that is in '{self.affected}'"
@@ -139,7 +141,9 @@ class Advisory(BaseModel):
     @property
     def end(self) -> str:
         """Which version has it no more, in words."""
-        return f"fixed in {self.fixed_in}" if self.fixed_in else "in the newest version measured"
+        if not self.fixed_in:
+            return "in the newest version measured"
+        return f"fixed in {self.fixed_in}"
 
 
 class _File(BaseModel):
@@ -148,9 +152,10 @@ class _File(BaseModel):
 
     @model_validator(mode="after")
     def _names(self) -> _File:
-        names = [advisory.id for advisory in self.advisory]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"{', '.join(sorted(twice))} stands there twice")
+        ids = Counter(advisory.id for advisory in self.advisory)
+        for name, count in sorted(ids.items()):
+            if count > 1:
+                raise ValueError(f"{name} stands there {count} times")
         return self
 
 
@@ -158,15 +163,16 @@ class _File(BaseModel):
 class TrainingFacts:
     """What is known of a training."""
 
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, object] = field(default_factory=dict)
     """Values by dotted key."""
     complete: frozenset[str] = frozenset()
-    """First parts of keys of which everything is known: what ``values`` lacks of them is not set."""
+    """First parts of keys of which everything is known: what ``values`` lacks of them is not
+    set."""
 
     def knows(self, key: str) -> bool:
         """Whether it is known what a key is set to, or that it is not set."""
         if key in self.values:
-            return bool(self.values[key] != AUTO_VALUE)
+            return self.values[key] != AUTO_VALUE
         return key.split(SEPARATOR, maxsplit=1)[0] in self.complete
 
 
@@ -175,7 +181,7 @@ UNKNOWN_TRAINING = TrainingFacts()
 
 @dataclass(frozen=True)
 class KnownBad:
-    """An advisory that holds for the installed packages, and for a training as far as it is known."""
+    """An advisory that holds for installed packages, and for a training as far as it is known."""
 
     advisory: Advisory
     version: str
@@ -195,22 +201,24 @@ class KnownBad:
 
 
 def facts_of(
-    configs: Mapping[str, Mapping[str, Any]] | None = None, /, **values: Any
+    configs: Mapping[str, Mapping[str, object]] | None = None, /, **values: object
 ) -> TrainingFacts:
-    """Facts from whole configs by name, such as ``{"deepspeed": {...}}``, and from single ``values``.
+    """Facts from whole configs by name, such as ``{"deepspeed": {...}}``, and single ``values``.
 
-    Single values that are None are unknown, and so is 'auto' in a config. Advisories ask for: ``framework``, which owns
-    the loop (deepspeed, lightning, accelerate, transformers, trl or torch); ``strategy`` (single, ddp, fsdp, fsdp2 or
-    deepspeed); ``accumulate`` (N); ``world_size``; ``uneven``, whether an epoch ends with an incomplete window; keys of
-    the configs ``deepspeed``, ``transformers`` and ``trl``; and, under ``loop``, what only the program itself says.
+    Single values that are None are unknown, and so is 'auto' in a config. Advisories ask for:
+    ``framework``, which owns the loop (deepspeed, lightning, accelerate, transformers, trl or
+    torch); ``strategy`` (single, ddp, fsdp, fsdp2 or deepspeed); ``accumulate`` (N);
+    ``world_size``; ``uneven``, whether an epoch ends with an incomplete window; keys of the configs
+    ``deepspeed``, ``transformers`` and ``trl``; and, under ``loop``, what only the program itself
+    says.
     """
     found = {key: value for key, value in values.items() if value is not None}
     for name, config in (configs or {}).items():
-        found |= dict(_flat(name, config))
+        found.update(_flat(name, config))
     return TrainingFacts(found, frozenset(configs or ()))
 
 
-def _flat(prefix: str, config: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+def _flat(prefix: str, config: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     for key, value in config.items():
         name = f"{prefix}{SEPARATOR}{key}"
         if isinstance(value, Mapping):
@@ -232,25 +240,45 @@ def load(path: Path = FILE) -> tuple[Advisory, ...]:
 def matching(
     versions: Mapping[str, str], facts: TrainingFacts = UNKNOWN_TRAINING
 ) -> list[KnownBad]:
-    """The advisories that hold for installed ``versions`` by package, and are not excluded by what is known."""
+    """The advisories that hold for ``versions`` by package, and that nothing known excludes."""
     installed = {str(canonicalize_name(name)): version for name, version in versions.items()}
     found = []
     for advisory in load():
-        needed = {advisory.package: advisory.affected, **advisory.beside}
-        if not all(
-            name in installed and _within(installed[name], specifier)
-            for name, specifier in needed.items()
-        ):
-            continue
-        known = {key: wanted for key, wanted in advisory.condition.items() if facts.knows(key)}
-        if all(wanted.holds(facts.values.get(key)) for key, wanted in known.items()):
-            unknown = tuple(key for key in advisory.condition if key not in known)
+        unknown = _unknown(advisory, facts)
+        if unknown is not None and _is_installed(advisory, installed):
             found.append(KnownBad(advisory, installed[advisory.package], unknown))
     return found
 
 
+def _is_installed(advisory: Advisory, installed: Mapping[str, str]) -> bool:
+    """Whether packages have versions that the advisory is about."""
+    needed = {advisory.package: advisory.affected, **advisory.beside}
+    for name, specifier in needed.items():
+        if name not in installed or not _within(installed[name], specifier):
+            return False
+    return True
+
+
+def _unknown(advisory: Advisory, facts: TrainingFacts) -> tuple[str, ...] | None:
+    """Keys of its conditions of which nothing is known; None if one is known not to hold."""
+    unknown = []
+    for key, wanted in advisory.condition.items():
+        if not facts.knows(key):
+            unknown.append(key)
+        elif not wanted.holds(facts.values.get(key)):
+            return None
+    return tuple(unknown)
+
+
+def _versions(measured: Iterable[Measured]) -> Iterator[str]:
+    return chain.from_iterable(row.versions for row in measured)
+
+
 def _within(version: str, specifier: str) -> bool:
-    """Whether a version, without its local part, is in a range; False for one that cannot be compared."""
+    """Whether a version, without its local part, is in a range.
+
+    False for one that cannot be compared.
+    """
     try:
         public = Version(version).public
     except InvalidVersion:

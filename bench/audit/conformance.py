@@ -68,11 +68,12 @@ def groups(observations: Sequence[Observation]) -> list[BackendGroup]:
         by_backend.setdefault(seen["backend"], {})[seen["scenario"]["name"]] = seen
     found: list[BackendGroup] = []
     for backend, cells in by_backend.items():
-        known = next((group for group in found if group.behaves_as(cells)), None)
-        if known is None:
-            found.append(BackendGroup([backend], cells))
+        for group in found:
+            if group.behaves_as(cells):
+                group.backends.append(backend)
+                break
         else:
-            known.backends.append(backend)
+            found.append(BackendGroup([backend], cells))
     return found
 
 
@@ -123,7 +124,7 @@ def with_number(seen: Observation, word: str) -> str:
 
 
 def by_backend(seen: Observation) -> Observation:
-    """The observation without what the reduction of the loss causes, and the verdict on the rest."""
+    """The observation without what the loss's reduction causes, and the verdict on the rest."""
     others = [finding for finding in seen["findings"] if finding["word"] not in OF_LOSS]
     return _with_findings(seen, others)
 
@@ -183,8 +184,10 @@ def _table_row(
 
 def summary(seen: Observation) -> list[str]:
     """The verdict, then at most FURTHER other wrong findings, then the number of the rest."""
-    wrong = [finding["word"] for finding in seen["findings"] if finding["level"] == "wrong"]
-    others = [word for word in wrong if word != seen["verdict"]]
+    others = []
+    for finding in seen["findings"]:
+        if finding["level"] == "wrong" and finding["word"] != seen["verdict"]:
+            others.append(finding["word"])
     told = [with_number(seen, word) for word in (seen["verdict"], *others[:FURTHER])]
     if len(others) > FURTHER:
         told.append(f"{len(others) - FURTHER} more")
@@ -375,7 +378,7 @@ def _overview_row(group: BackendGroup) -> tuple[str, ...]:
 
 
 def markdown(observations: Sequence[Observation]) -> str:
-    """Scenarios by groups of backends that behave alike in all of them, and who is in each group."""
+    """Scenarios by groups of backends that behave alike in all, and who is in each group."""
     found = groups(observations)
     rows: list[Sequence[str]] = []
     for title, seen_in in parts(observations, found):

@@ -202,13 +202,18 @@ class DecodedUpdate:
         return sorted({use.epoch for use in self.coefficients})
 
     def to_record(self) -> UpdateRecord:
-        samples = _totals(self.coefficients, lambda use: use.sample)
-        relative = {use: value / self.right[use] for use, value in self.coefficients.items()}
+        totals = _totals(self.coefficients, lambda use: use.sample)
+        samples = {}
+        for sample, value in sorted(totals.items()):
+            samples[str(sample)] = _rounded(value)
+        relative = {}
+        for use, value in self.coefficients.items():
+            relative[use] = value / self.right[use]
         distortion = None
         if math.isfinite(self.distortion):
             distortion = _rounded(self.distortion)
         return {
-            "samples": {str(sample): _rounded(value) for sample, value in sorted(samples.items())},
+            "samples": samples,
             "sum": _rounded(self.sum),
             "right_sum": _rounded(self.right_sum),
             "epochs": self.epochs,
@@ -347,7 +352,7 @@ class DecodedScenario:
 
     @cached_property
     def interrupted(self) -> set[int]:
-        """The fetches in the window that a fault interrupted, and those an exception left unused."""
+        """Fetches in the window that a fault interrupted, and those an exception left unused."""
         if not self.first["faults"]:
             return set()
         at = self.first["faults"][0]

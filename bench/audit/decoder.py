@@ -54,7 +54,7 @@ class DecoderWorkload:
     """
 
     def __init__(self, num_slots: int, reduction: Reduction, num_shares: int) -> None:
-        """``num_shares`` is N x W, the micro-batches of a window, by which every framework divides."""
+        """``num_shares`` is N x W: a window's micro-batches, by which every framework divides."""
         self._num_slots = num_slots
         self._reduction = reduction
         self._num_shares = num_shares
@@ -68,7 +68,7 @@ class DecoderWorkload:
         return [model.weights]  # type: ignore[list-item]
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """A scalar whose derivative by each slot's weight is the slot's coefficient in this loss."""
+        """A scalar; its derivative by a slot's weight is the slot's coefficient in this loss."""
         slots, tokens, window_tokens = batch.unbind(dim=1)
         summed: Tensor = (model(slots) * tokens).sum()
         if self._reduction is Reduction.WINDOW:

@@ -7,7 +7,8 @@ RULES has their order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import TypedDict
 
@@ -33,7 +34,6 @@ from bench.audit.semantics_findings import (
 )
 from bench.findings import Finding, Level, error, good, note
 from bench.formatting import plural
-from bench.grouping import grouped
 from bench.plan.cell import Status
 
 STORED_LEVELS = {Level.ERROR: "wrong", Level.NOTE: "note", Level.GOOD: "detail"}
@@ -322,14 +322,16 @@ def _mean_of_means(decoded: DecodedScenario) -> Iterator[Finding]:
 def _is_even_on_ranks(update: DecodedUpdate) -> bool:
     """Whether weights are right within each rank, though its micro-batches differ in tokens."""
     ratios: dict[int, list[float]] = {}
-    tokens: dict[tuple[int, int], int] = {}
+    tokens: dict[int, Counter[int]] = {}
     for use, coefficient in update.coefficients.items():
         ratios.setdefault(use.rank, []).append(coefficient / update.right[use])
-        tokens[use.rank, use.fetch] = tokens.get((use.rank, use.fetch), 0) + use.tokens
-    by_rank = grouped((rank, count) for (rank, _), count in tokens.items())
-    if all(len(set(counts)) == 1 for counts in by_rank.values()):
-        return False
-    return all(is_near(max(of_rank), min(of_rank)) for of_rank in ratios.values())
+        tokens.setdefault(use.rank, Counter())[use.fetch] += use.tokens
+    are_even = True
+    for rank, of_rank in ratios.items():
+        if not is_near(max(of_rank), min(of_rank)):
+            return False
+        are_even = are_even and len(set(tokens[rank].values())) == 1
+    return not are_even
 
 
 def _left_open(decoded: DecodedScenario) -> Iterator[Finding]:
@@ -454,17 +456,14 @@ def _shuffled(decoded: DecodedScenario) -> Iterator[Finding]:
     scenario = decoded.scenario
     if scenario.split is not Split.FRAMEWORK:
         return
-    offered = _offered_by_all(map(scenario.offered, range(scenario.world_size)))
+    offered: list[set[int]] = []  # by micro-batch, on all ranks together
+    for together in zip(*map(scenario.offered, range(scenario.world_size)), strict=True):
+        offered.append(set(chain(*together)))
     for use in decoded.uses.values():
         if use.sample not in offered[use.fetch % scenario.micro_batches_per_epoch]:
             text = "the framework shuffled the samples when it split them, "
             yield note("shuffled", f"{text}although the loader was in order")
             return
-
-
-def _offered_by_all(by_rank: Iterator[Sequence[Sequence[int]]]) -> list[set[int]]:
-    """The samples of each micro-batch on all ranks together."""
-    return [set(chain(*together)) for together in zip(*by_rank, strict=True)]
 
 
 RULES: tuple[Callable[[DecodedScenario], Iterator[Finding]], ...] = (

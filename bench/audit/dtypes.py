@@ -1,11 +1,14 @@
-"""The dtype in which each backend sums gradients, and the error of the sum, measured in a process group per backend."""
+"""The dtype in which each backend sums gradients, and the error of the sum, as measured.
+
+Each backend is measured in a process group of its own.
+"""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from bench.backends.base import Backend, only
 from bench.errors import UnsupportedError
@@ -17,6 +20,8 @@ from bench.plan.task import Task
 if TYPE_CHECKING:
     import torch
 
+Row: TypeAlias = dict[str, Any]
+"""A row of the table, or what a rank returns, as plain JSON."""
 WINDOWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Values of N for ``error``."""
 TIMEOUT_S = 300.0
@@ -34,7 +39,7 @@ class AccumulationTask(Task):
     """Values of N for ``error``."""
 
 
-def work(task: AccumulationTask, rank: int, device: torch.device) -> dict[str, Any]:
+def work(task: AccumulationTask, rank: int, device: torch.device) -> Row:
     """One rank's part; see ``bench.plan.task.Task``."""
     backend = only(task.backend, task.plugin)
     rows = [_row(task, precision, backend, rank, device) for precision in task.precisions]
@@ -47,7 +52,7 @@ def _row(
     backend: type[Backend],
     number: int,
     device: torch.device,
-) -> dict[str, Any]:
+) -> Row:
     """Both probes in one precision; ``errors`` has the error for each N."""
     cell = Cell(
         backend=task.backend,
@@ -60,7 +65,7 @@ def _row(
         replicate=backend.replicate,
     )
     gc.collect()  # frees the previous row, whose frameworks leave reference cycles
-    row: dict[str, Any] = {
+    row: Row = {
         "backend": task.backend,
         "precision": precision,
         "world_size": task.world_size,
@@ -80,8 +85,11 @@ def table(
     *,
     world_size: int = 2,
     device: Device = Device.CPU,
-) -> Iterator[dict[str, Any]]:
-    """A row per backend and precision, as measured by rank 0; ``dtype`` is the status of one that failed."""
+) -> Iterator[Row]:
+    """A row per backend and precision, as measured by rank 0.
+
+    ``dtype`` is the status of one that failed.
+    """
     with Launcher(device) as launcher:
         for name in backends:
             task = AccumulationTask(
@@ -104,7 +112,7 @@ def table(
                 }
 
 
-def row_text(row: dict[str, Any]) -> str:
+def row_text(row: Row) -> str:
     """One line of the table for people."""
     text = f"{row['backend']:36} {row['precision']:5} {row['dtype']:12}"
     if "significand_bits" not in row:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.audit.job import trust_own_classes
+from bench.audit.job import of_scenario, trust_own_classes
 from bench.audit.scenario import Fault, Reduction, Split
 from bench.backends.accelerate import FSDP2
 from bench.backends.deepspeed import ZeroBackend
@@ -15,13 +16,19 @@ from bench.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
 
 
 class AuditedHuggingFace(HuggingFaceTrainer):
-    """Hugging Face's Trainer, told of epochs and limits. Its checkpoints are those that it writes after an update."""
+    """Hugging Face's Trainer, told of epochs and limits.
 
-    def train(self, job: Any) -> None:
-        scenario, self.job = job.scenario, job
+    Its checkpoints are those that it writes after an update.
+    """
+
+    def train(self, job: Job) -> None:
+        self.job = of_scenario(job)
+        scenario = self.job.scenario
         if len(scenario.accumulate) > 1:
             raise UnsupportedError("the Trainer has one N for the whole training")
         if scenario.epochs and scenario.max_steps:
@@ -36,13 +43,12 @@ class AuditedHuggingFace(HuggingFaceTrainer):
         n = scenario.engine_accumulate
         if n and isinstance(self, ZeroBackend):
             found["deepspeed"]["gradient_accumulation_steps"] = n
-        found["average_tokens_across_devices"] = (
-            scenario.reduction is not Reduction.COUNTED_PER_RANK
-        )
+        is_per_rank = scenario.reduction is Reduction.COUNTED_PER_RANK
+        found["average_tokens_across_devices"] = not is_per_rank
         found["max_steps"] = scenario.max_steps or -1  # the Trainer's word for no limit
         return found
 
-    def batches(self, job: Job) -> Any:
+    def batches(self, job: Job) -> Iterable[dict[str, Tensor]]:
         """A DataLoader, which the Trainer can begin in the middle, with labels for each token."""
         from torch.utils.data import DataLoader
 
@@ -57,14 +63,15 @@ class AuditedHuggingFace(HuggingFaceTrainer):
 
         loader = DataLoader(source.dataset, batch_sampler=source.batch_sampler, collate_fn=collate)
         if splits:
-            return self.trainer.accelerator.prepare(loader)
+            prepared: Iterable[dict[str, Tensor]] = self.trainer.accelerator.prepare(loader)
+            return prepared
         return loader
 
-    def scheduler(self, optimizer: Any, job: Any) -> Any:
-        return job.scheduler(optimizer)
+    def scheduler(self, optimizer: Optimizer, job: Job) -> LRScheduler:
+        return of_scenario(job).scheduler(optimizer)
 
-    def continue_training(self, job: Any) -> None:
-        self.job = job
+    def continue_training(self, job: Job) -> None:
+        self.job = job = of_scenario(job)
         epochs = job.scenario.epochs or 1
         if job.resume:  # the Trainer skips the epochs that the checkpoint has seen
             self.trainer.args.num_train_epochs = epochs
@@ -81,9 +88,8 @@ class AuditedHuggingFace(HuggingFaceTrainer):
         self.trainer.args.output_dir = str(folder)
         self.trainer._save_checkpoint(self.trainer.model_wrapped, trial=None)
         if self.job.rank == 0 and self.wrapper == FSDP2:
-            for empty in folder.glob(
-                "*/optimizer.bin"
-            ):  # SGD has no state, which torch could not load
+            # SGD has no state, which torch could not load.
+            for empty in folder.glob("*/optimizer.bin"):
                 empty.unlink()
         torch.distributed.barrier()
         return 0  # the Trainer skips what it has trained on

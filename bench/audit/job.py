@@ -1,4 +1,4 @@
-"""What only scenarios ask of a backend: a job that ends within a window, and how each framework is told of it.
+"""What only scenarios ask of a backend: a job that ends within a window, and how it is told.
 
 The loops are those of ``bench.backends``. What is added here is what a user would write around
 them: several epochs, a limit of steps, an N that changes, a learning-rate scheduler, a checkpoint.
@@ -25,9 +25,13 @@ from bench.errors import UnsupportedError
 from bench.plan.cell import Sync
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
     from torch import Tensor, nn
+    from torch.nn.parameter import Parameter
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
+    from torch.utils.data import DataLoader
 
 CHECKPOINT = "checkpoint"
 """Name of a framework's checkpoint in the folder of a scenario."""
@@ -35,10 +39,13 @@ CHECKPOINT = "checkpoint"
 
 @dataclass(kw_only=True)
 class ScenarioJob(Job):
-    """A job of a scenario; its loader is iterable once per epoch, and ends at the scenario's ``limit_batches``."""
+    """A job of a scenario.
+
+    Its loader is iterable once per epoch, and ends at the scenario's ``limit_batches``.
+    """
 
     scenario: Scenario
-    whole: Any
+    whole: DataLoader[int]
     """A DataLoader for a framework that limits epochs itself, and splits samples itself if the
     scenario wants that."""
     first_epoch: int
@@ -71,6 +78,12 @@ class ScenarioJob(Job):
                 num_windows, left = num_windows + 1, left - size
 
 
+def of_scenario(job: Job) -> ScenarioJob:
+    """The job that a backend is given, which is a scenario's here."""
+    assert isinstance(job, ScenarioJob)
+    return job
+
+
 def evaluate(backend: Backend, validate: Callable[[nn.Module], None]) -> None:
     """Evaluate the model in the middle of a training, as user code would."""
     from torch import nn, no_grad
@@ -87,23 +100,29 @@ def evaluate(backend: Backend, validate: Callable[[nn.Module], None]) -> None:
 
 
 class AuditedStream(TorchtitanEager):
-    """torchtitan's trainer over the epochs as one stream; its ``training.steps`` are those of the naive formula."""
+    """torchtitan's trainer over the epochs as one stream.
 
-    def train(self, job: Any) -> None:
-        if len(job.scenario.accumulate) > 1:
+    Its ``training.steps`` are those of the naive formula.
+    """
+
+    def train(self, job: Job) -> None:
+        self.job = of_scenario(job)
+        scenario = self.job.scenario
+        if len(scenario.accumulate) > 1:
             raise UnsupportedError("torchtitan's trainer has one N for the whole training")
-        if job.scenario.fault is Fault.EXCEPTION:
+        if scenario.fault is Fault.EXCEPTION:
             raise UnsupportedError(
                 "torchtitan's trainer does not survive an exception: it resumes from a checkpoint"
             )
-        self.job: ScenarioJob = job
-        super().train(dataclasses.replace(job, windows=job.scenario.naive_steps))
+        super().train(dataclasses.replace(self.job, windows=scenario.naive_steps))
 
-    def continue_training(self, job: Any) -> None:
+    def continue_training(self, job: Job) -> None:
+        job = of_scenario(job)
         self.trainer.lr_schedulers.step = job.scheduler(self.optimizer).step
         self.num_fetched = 0
         if job.resume:
-            before = (job.first_epoch + 1) * job.scenario.micro_batches_per_epoch - len(job.loader)
+            per_epoch = job.scenario.micro_batches_per_epoch
+            before = (job.first_epoch + 1) * per_epoch - len(job.loader)
             self.trainer.step = before // job.accumulate
         super().continue_training(dataclasses.replace(job, loader=self._batches(job)))
 
@@ -114,13 +133,16 @@ class AuditedStream(TorchtitanEager):
                 yield batch
 
     def num_tokens(self, batch: Tensor) -> int:
-        """The tokens of its samples; if the loss is already a share of the window's, the number of samples."""
+        """The tokens of its samples.
+
+        If the loss is already a share of the window's, the number of samples.
+        """
         if self.job.scenario.reduction is Reduction.WINDOW:
             return len(batch)
         return int(batch[:, 1].sum())
 
     def save(self, folder: Path, seen: int, accumulate: int) -> int:
-        """torchtitan writes a checkpoint after a step, so that the window of the next one is fetched again."""
+        """torchtitan saves after a step, so that the window of the next one is fetched again."""
         step: int = self.trainer.step
         return seen - (self.num_fetched - (step - 1) * accumulate)
 
@@ -128,22 +150,22 @@ class AuditedStream(TorchtitanEager):
 class AuditedEngine(DeepSpeedZero2Eager):
     """DeepSpeed's engine in a loop over epochs."""
 
-    def train(self, job: Any) -> None:
-        self.job: ScenarioJob = job
+    def train(self, job: Job) -> None:
+        self.job = of_scenario(job)
         super().train(job)
 
-    def continue_training(self, job: Any) -> None:
-        if (
-            self.sync is Sync.EAGER
-        ):  # the engine tells windows apart; the other loops go by ``each_window``
-            job = dataclasses.replace(job, loader=self._batches(job))
+    def continue_training(self, job: Job) -> None:
+        # The engine tells windows apart; the other loops go by ``each_window``.
+        if self.sync is Sync.EAGER:
+            job = dataclasses.replace(job, loader=self._batches(of_scenario(job)))
         super().continue_training(job)
 
     def _batches(self, job: ScenarioJob) -> Iterator[Tensor]:
         """The micro-batches of all epochs, until the engine has taken ``max_steps``."""
         for epoch in job.each_epoch():
             if len(job.scenario.accumulate) > 1:
-                # The engine has no setter for N: it divides this by micro-batch size and world size.
+                # The engine has no setter for N: it divides this by micro-batch size and world
+                # size.
                 n = job.scenario.accumulate_in(epoch)
                 self.engine.set_train_batch_size(n * job.cell.micro_batch_size * job.world_size)
             for batch in job.loader:
@@ -168,13 +190,14 @@ class AuditedEngine(DeepSpeedZero2Eager):
 
 
 class AuditedAccelerator(AccelerateBackend):
-    """Accelerate's loop over epochs, with the limit of updates that its examples write around it."""
+    """Accelerate's loop over epochs, with the limit of updates of its examples."""
 
-    def train(self, job: Any) -> None:
-        self.scenario, self.resume = job.scenario, job.resume
+    def train(self, job: Job) -> None:
+        scenario_job = of_scenario(job)
+        self.scenario, self.resume = scenario_job.scenario, scenario_job.resume
         self.num_updates = 0
 
-        def optimizer(parameters: Any) -> Any:
+        def optimizer(parameters: Iterable[Parameter]) -> Optimizer:
             self.inner = job.optimizer(parameters)
             return self.inner
 
@@ -187,23 +210,25 @@ class AuditedAccelerator(AccelerateBackend):
             found["deepspeed_plugin"].deepspeed_config["gradient_accumulation_steps"] = n
         return found
 
-    def prepare(self, job: Any, model: nn.Module) -> None:
+    def prepare(self, job: Job, model: nn.Module) -> None:
         super().prepare(job, model)
         self.scheduler = None
         if self.scenario.prepared_scheduler:
-            self.scheduler = self.accelerator.prepare_scheduler(job.scheduler(self.inner))
+            scheduler = of_scenario(job).scheduler(self.inner)
+            self.scheduler = self.accelerator.prepare_scheduler(scheduler)
         if self.resume:
             trust_own_classes(self)
             self.accelerator.load_state(str(self.resume))
 
-    def batches(self, job: Any) -> Iterator[Tensor]:
+    def batches(self, job: Job) -> Iterator[Tensor]:
         """The micro-batches of all epochs, until ``max_steps`` updates are made."""
-        scenario, loader = self.scenario, job.loader
+        scenario_job, scenario = of_scenario(job), self.scenario
+        loader = scenario_job.loader
         if scenario.split is Split.FRAMEWORK:
-            loader = self.accelerator.prepare_data_loader(job.whole)
+            loader = self.accelerator.prepare_data_loader(scenario_job.whole)
         elif not scenario.own_loader:
             loader = super().batches(job)
-        for epoch in job.each_epoch():
+        for epoch in scenario_job.each_epoch():
             if len(scenario.accumulate) > 1:
                 self.accelerator.gradient_accumulation_steps = scenario.accumulate_in(epoch)
             for batch in loader:
@@ -215,7 +240,7 @@ class AuditedAccelerator(AccelerateBackend):
                     return
 
     def save(self, folder: Path, seen: int, accumulate: int) -> int:
-        """A prepared loader has fetched one micro-batch that is not trained on yet, unless an epoch is over."""
+        """A prepared loader is one micro-batch ahead of the training, unless an epoch is over."""
         self.accelerator.save_state(str(folder))
         if self.scenario.own_loader:
             return seen
@@ -223,7 +248,7 @@ class AuditedAccelerator(AccelerateBackend):
 
 
 def trust_own_classes(backend: Backend) -> None:
-    """Name to torch the classes that stand in DeepSpeed's checkpoints: no others are read from a file."""
+    """Name to torch the classes in DeepSpeed's checkpoints: no others are read from a file."""
     if not isinstance(backend, ZeroBackend):
         return
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
@@ -241,13 +266,13 @@ class AuditedTrainer(LightningBackend):
     distributed ones are a pickle, which torch loads whatever stands in it.
     """
 
-    def train(self, job: Any) -> None:
-        self.job: ScenarioJob = job
-        self.validates = job.scenario.fault is Fault.VALIDATION
+    def train(self, job: Job) -> None:
+        self.job = of_scenario(job)
+        self.validates = self.job.scenario.fault is Fault.VALIDATION
 
-        def optimizer(parameters: Any) -> Any:
+        def optimizer(parameters: Iterable[Parameter]) -> Any:
             made = job.optimizer(parameters)
-            scheduler = {"scheduler": job.scheduler(made), "interval": "step"}
+            scheduler = {"scheduler": self.job.scheduler(made), "interval": "step"}
             return {"optimizer": made, "lr_scheduler": scheduler}
 
         super().train(dataclasses.replace(job, optimizer=optimizer))
@@ -274,75 +299,85 @@ class AuditedTrainer(LightningBackend):
             "use_distributed_sampler": scenario.split is Split.FRAMEWORK,
         }
 
-    def strategy(self, job: Job) -> Any:
+    def strategy(self, job: Job) -> Strategy:
         from lightning.pytorch.strategies import ModelParallelStrategy
 
-        strategy: Any = super().strategy(job)
+        strategy = super().strategy(job)
         n = self.job.scenario.engine_accumulate
         if n and isinstance(self, ZeroBackend):
-            strategy.config["gradient_accumulation_steps"] = n
+            strategy.config["gradient_accumulation_steps"] = n  # type: ignore[attr-defined]
         if isinstance(strategy, ModelParallelStrategy) and self.job.resume:
             restore_sgd(strategy)
         return strategy
 
-    def continue_training(self, job: Any, **arguments: Any) -> None:
+    def continue_training(self, job: Job, **arguments: Any) -> None:
         from torch.utils.data import DataLoader
 
-        job = dataclasses.replace(job, loader=job.whole)
+        scenario_job = of_scenario(job)
         if self.validates:
             module: Any = self.module
-            module.validation_step = lambda batch, batch_idx: job.validate(module.model)
-            sample: Any = range(1)
-            arguments["val_dataloaders"] = DataLoader(sample)
-        if job.resume:
+            module.validation_step = lambda batch, batch_idx: scenario_job.validate(module.model)
+            arguments["val_dataloaders"] = DataLoader(range(1))  # type: ignore[arg-type]
+        if scenario_job.resume:
             trust_own_classes(self)
-            arguments |= {"ckpt_path": job.resume / CHECKPOINT, "weights_only": True}
-        super().continue_training(job, **arguments)
+            arguments |= {"ckpt_path": scenario_job.resume / CHECKPOINT, "weights_only": True}
+        super().continue_training(
+            dataclasses.replace(scenario_job, loader=scenario_job.whole), **arguments
+        )
 
     def save(self, folder: Path, seen: int, accumulate: int) -> int:
         self.trainer.save_checkpoint(folder / CHECKPOINT)
         return 0  # what is skipped is up to the Trainer
 
 
-def _count(counters: dict[str, int], epoch_ended: Callable[[], None]) -> Any:
-    """A callback: what the Trainer foresees, and how often it calls the strategy's step and the hook before it."""
+def _count(counters: dict[str, int], epoch_ended: Callable[[], None]) -> Callback:
+    """A callback that notes what the Trainer foresees, and how often it calls two functions.
+
+    These are the strategy's step and the hook before it.
+    """
     from lightning.pytorch import Callback
 
     class Count(Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
             estimate = trainer.estimated_stepping_batches
             if math.isfinite(estimate):
                 counters["trainer.estimated_stepping_batches"] = int(estimate)
             counters["on_before_optimizer_step"] = counters["strategy.optimizer_step"] = 0
-            step = trainer.strategy.optimizer_step
+            step: Callable[..., object] = trainer.strategy.optimizer_step
 
-            def counted(*args: Any, **kwargs: Any) -> Any:
+            def counted(*arguments: object, **options: object) -> object:
                 counters["strategy.optimizer_step"] += 1
-                return step(*args, **kwargs)
+                return step(*arguments, **options)
 
-            trainer.strategy.optimizer_step = counted
+            trainer.strategy.optimizer_step = counted  # type: ignore[method-assign]
 
-        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        def on_before_optimizer_step(
+            self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+        ) -> None:
             counters["on_before_optimizer_step"] += 1
 
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
             epoch_ended()
 
     return Count()
 
 
-def restore_sgd(strategy: Any) -> None:
-    """Let ``ModelParallelStrategy`` restore SGD: Lightning 2.6 looks for the first entry of an empty state."""
+def restore_sgd(strategy: ModelParallelStrategy) -> None:
+    """Let ``ModelParallelStrategy`` restore SGD.
+
+    Lightning 2.6 looks for the first entry of an empty state.
+    """
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-    load = strategy.load_checkpoint
+    load: Callable[..., dict[str, Any]] = strategy.load_checkpoint
 
-    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+    def load_checkpoint(*arguments: object, **options: object) -> object:
         optimizers, strategy.optimizers = strategy.optimizers, []
-        found = load(*args, **kwargs)
+        found = load(*arguments, **options)
         strategy.optimizers = optimizers
+        assert strategy.model is not None
         for optimizer, state in zip(optimizers, found["optimizer_states"], strict=True):
             set_optimizer_state_dict(strategy.model, optimizer, optim_state_dict=state)
         return found
 
-    strategy.load_checkpoint = load_checkpoint
+    strategy.load_checkpoint = load_checkpoint  # type: ignore[method-assign,assignment]

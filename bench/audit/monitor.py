@@ -1,4 +1,4 @@
-"""How right Lightning's ThroughputMonitor is under accumulation, measured: a Trainer runs, and a tap has the truth.
+"""How right Lightning's ThroughputMonitor is under accumulation, measured against a tap.
 
 The workload takes known times per micro-batch and per optimizer step, on a virtual clock that the
 monitor and the tap share, and that only the workload advances: this is exact and takes no time.
@@ -30,6 +30,8 @@ from bench.measure.taps import EventKind, Taps, updates
 
 if TYPE_CHECKING:
     import torch
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
 
 TOLERANCE = 0.01
 """How far from 1 a right ratio may be."""
@@ -87,7 +89,7 @@ class Measurement:
             return RateVerdict.SILENT
         return judge(self.ratios)
 
-    def to_row(self) -> dict[str, Any]:
+    def to_row(self) -> dict[str, object]:
         """The measurement as one flat row, in SI units."""
         per_epoch, epochs = self.point.lengths
         row = dataclasses.asdict(self.point)
@@ -149,7 +151,10 @@ def grid(
 
 
 class VirtualClock:
-    """A clock that only the workload advances; it stands in for the module ``time`` where the monitor looks for it."""
+    """A clock that only the workload advances.
+
+    It stands in for the module ``time`` where the monitor looks for it.
+    """
 
     def __init__(self) -> None:
         self.now = self.in_validation = 0.0
@@ -161,7 +166,7 @@ class VirtualClock:
 
 
 def measure(point: Point, *, number: int = 0) -> Measurement:
-    """Train at one point of the grid with the installed Lightning, on the CPU, in this process, as rank ``number``.
+    """Train at one point of the grid on the CPU, in this process, as rank ``number``.
 
     An error of the monitor is a result; any other error is raised.
     """
@@ -209,7 +214,7 @@ def _train(point: Point, clock: VirtualClock, taps: Taps, logged: list[Log]) -> 
         clock.now += point.micro_batch_s
         return batch.mean() * model.weight.sum()  # type: ignore[no-any-return]
 
-    def slow_step(*_: Any) -> None:
+    def slow_step(*_: object) -> None:
         clock.now += point.optimizer_s
 
     loss = taps.loss(slow_loss)
@@ -226,7 +231,7 @@ def _train(point: Point, clock: VirtualClock, taps: Taps, logged: list[Log]) -> 
             clock.now += VALIDATION_S
             clock.in_validation += VALIDATION_S
 
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self) -> Optimizer:
             optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
             optimizer.register_step_pre_hook(slow_step)
             return taps.optimizer(optimizer)
@@ -236,14 +241,13 @@ def _train(point: Point, clock: VirtualClock, taps: Taps, logged: list[Log]) -> 
     class MonitorLogger(Logger):
         name = version = "audit"
 
-        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
             if "train/batches" in metrics:
                 logged.append(Log(taps.count(EventKind.LOSS), metrics.get(name_of_rate)))
 
-        def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        def log_hyperparams(self, *arguments: object, **options: object) -> None:
             pass
 
-    validation, val_loader = _validation(point)
     per_epoch, epochs = point.lengths
     with _quiet(), mock.patch.object(throughput_monitor, "time", clock):
         monitor = throughput_monitor.ThroughputMonitor(
@@ -256,7 +260,8 @@ def _train(point: Point, clock: VirtualClock, taps: Taps, logged: list[Log]) -> 
             strategy=_strategy(point),
             use_distributed_sampler=False,
             num_sanity_val_steps=0,
-            **validation,
+            val_check_interval=point.validate_every,
+            check_val_every_n_epoch=_epochs_per_validation(point),
             max_epochs=epochs,
             accumulate_grad_batches=point.accumulate,
             log_every_n_steps=point.log_every_n_steps,
@@ -268,7 +273,7 @@ def _train(point: Point, clock: VirtualClock, taps: Taps, logged: list[Log]) -> 
         )
         sizes = itertools.islice(itertools.cycle(point.samples), per_epoch)
         batches = taps.loader(list(map(torch.ones, sizes)))
-        trainer.fit(Model(), batches, val_loader)
+        trainer.fit(Model(), batches, _validation_loader(point))
 
 
 def _name_of_rate(point: Point) -> str:
@@ -278,15 +283,20 @@ def _name_of_rate(point: Point) -> str:
     return "train/samples_per_sec"
 
 
-def _validation(point: Point) -> tuple[dict[str, Any], Any]:
-    """Arguments of the Trainer, and its loader of the validation; nothing without validations."""
+def _epochs_per_validation(point: Point) -> int | None:
+    """Lightning's default; None where validations are counted in micro-batches alone."""
     if point.validate_every is None:
-        return {}, None
+        return 1
+    return None
+
+
+def _validation_loader(point: Point) -> DataLoader[int] | None:
+    """One sample; None without validations."""
+    if point.validate_every is None:
+        return None
     from torch.utils.data import DataLoader
 
-    arguments = {"val_check_interval": point.validate_every, "check_val_every_n_epoch": None}
-    sample: Any = range(1)
-    return arguments, DataLoader(sample)
+    return DataLoader(range(1))  # type: ignore[arg-type]
 
 
 def _strategy(point: Point) -> Any:

@@ -1,10 +1,10 @@
-"""Measures points of the grid over ThroughputMonitor's settings, in a process group if a point needs one."""
+"""Measures points of the grid over ThroughputMonitor's settings, in process groups if needed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from bench.audit.monitor import measure
 from bench.audit.monitor_grid import Point, Strategy
@@ -30,13 +30,13 @@ class MonitorTask(Task):
     points: tuple[Point, ...]
 
 
-def work(task: MonitorTask, rank: int, device: torch.device) -> dict[str, Any]:
+def work(task: MonitorTask, rank: int, device: torch.device) -> dict[str, object]:
     """One rank's part; see ``bench.plan.task.Task``. Rank 0 logs."""
     rows = [measure(point, number=rank).to_row() for point in task.points]
     return {"status": Status.OK, "rows": rows}
 
 
-def measure_all(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
+def measure_all(points: Sequence[Point]) -> Iterator[dict[str, object]]:
     """The row of each point, on the CPU.
 
     Those of several ranks, or of DeepSpeed, are measured in one process group.

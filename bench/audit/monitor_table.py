@@ -104,7 +104,10 @@ def write_files(folder: Path, rows: pd.DataFrame, about: MonitorSettings) -> lis
 
 
 def summary(rows: pd.DataFrame) -> pd.DataFrame:
-    """The printed table, as text: points that differ only in ``log_every_n_steps``, with equal results, share a row."""
+    """The printed table, as text.
+
+    Points that differ only in ``log_every_n_steps``, with equal results, share a row.
+    """
     records = rows.to_dict("records")
     told = pd.DataFrame(
         {
@@ -163,12 +166,16 @@ def markdown(rows: pd.DataFrame, about: MonitorSettings) -> str:
     kinds = ", ".join(f"{epoch} ({title})" for epoch, title in EPOCHS.items() if epoch in measured)
     columns = (
         f"epoch: the number of micro-batches NB in an epoch, {kinds}. "
-        "reported/s: the median of the logged samples/s; true/s: over the whole training except its first window. "
-        "Their quotient is not the ratio, since each ratio compares one log with the windows that it covers: where all "
-        "logs fall on the same place of an epoch, the monitor can be right about those windows and wrong overall."
+        "reported/s: the median of the logged samples/s; true/s: over the whole training except "
+        "its first window. "
+        "Their quotient is not the ratio, since each ratio compares one log with the windows "
+        "that it covers: where all "
+        "logs fall on the same place of an epoch, the monitor can be right about those windows "
+        "and wrong overall."
     )
     lines = [f"# ThroughputMonitor of Lightning {about['lightning']}", "", settings(about), ""]
-    lines += [f"- {finding}" for finding in findings(rows)]
+    for finding in findings(rows):
+        lines.append(f"- {finding}")
     lines += ["", columns, "", *markdown_table(HEADER, summary(rows).itertuples(index=False))]
     return "\n".join(lines)
 
@@ -179,11 +186,15 @@ def settings(about: MonitorSettings) -> str:
     if about["training"]:
         training = f"Training: {about['training']}. "
     return (
-        f"Lightning {about['lightning']}, torch {about['torch']}, Python {about['python']}. A micro-batch takes "
-        f"{about['micro_batch_s']:g} s and an optimizer step {about['optimizer_s']:g} s more, on a virtual clock. "
+        f"Lightning {about['lightning']}, torch {about['torch']}, Python {about['python']}. A "
+        "micro-batch takes "
+        f"{about['micro_batch_s']:g} s and an optimizer step {about['optimizer_s']:g} s more, on "
+        "a virtual clock. "
         f"{training}"
-        "ratio: the samples/s that the monitor logged, divided by those measured at the optimizer over the "
-        f"accumulation windows that cover those of window_size; right: within {100 * about['tolerance']:g} % of 1."
+        "ratio: the samples/s that the monitor logged, divided by those measured at the "
+        "optimizer over the "
+        "accumulation windows that cover those of window_size; right: within "
+        f"{100 * about['tolerance']:g} % of 1."
     )
 
 
@@ -203,7 +214,7 @@ def findings(rows: pd.DataFrame) -> list[str]:
 
 
 def _sizes_by_verdict(points: pd.DataFrame) -> str:
-    """With which window sizes the monitor is right, wrong, or either of them by ``log_every_n_steps``."""
+    """With which window sizes the monitor is right, wrong, or either by ``log_every_n_steps``."""
     right, wrong, mixed = [], [], []
     for size, verdicts in points.groupby("window_size")["verdict"]:
         are_right = verdicts == str(RateVerdict.RIGHT)
@@ -213,8 +224,12 @@ def _sizes_by_verdict(points: pd.DataFrame) -> str:
             mixed.append(str(size))
         else:
             wrong.append(str(size))
-    told = {"right": right, "wrong": wrong, "right or wrong by log_every_n_steps": mixed}
-    return "; ".join(f"{name}: {', '.join(sizes)}" for name, sizes in told.items() if sizes)
+    told = []
+    by_verdict = {"right": right, "wrong": wrong, "right or wrong by log_every_n_steps": mixed}
+    for name, sizes in by_verdict.items():
+        if sizes:
+            told.append(f"{name}: {', '.join(sizes)}")
+    return "; ".join(told)
 
 
 def _influence_of_logging(rows: pd.DataFrame) -> str:

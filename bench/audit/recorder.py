@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.nn.parameter import Parameter
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
+    from torch.utils.data import DataLoader
 
 LETTERS = {EventKind.FETCH: "F", EventKind.LOSS: "L", EventKind.STEP: "S"}
 """A fetch, a loss, and an inner optimizer step, as they are recorded."""
@@ -197,7 +198,7 @@ class Audit:
         model.load_state_dict(self.weights)
         return model.to(self.device)
 
-    def _loader(self, limit: int | None = None) -> Any:
+    def _loader(self, limit: int | None = None) -> DataLoader[int]:
         """A DataLoader over the numbers of samples, tapped where it collates.
 
         With a limit, of this rank's samples in that many micro-batches, without those that a
@@ -208,7 +209,7 @@ class Audit:
 
         scenario = self.scenario
         data: Any = range(scenario.samples)
-        sampler: Any = None
+        sampler: Iterable[int] | None = None
         if limit or scenario.split is Split.GIVEN:
             sampler = DistributedSampler(
                 data,
@@ -217,9 +218,9 @@ class Audit:
                 shuffle=False,
                 drop_last=scenario.sampler_drop_last,
             )
-        if limit:
-            skipped = self.skip * scenario.batch_size
-            sampler = _SamplerPart(sampler, skipped, limit * scenario.batch_size)
+            if limit:
+                skipped = self.skip * scenario.batch_size
+                sampler = _SamplerPart(sampler, skipped, limit * scenario.batch_size)
         return DataLoader(
             data,
             batch_size=scenario.batch_size,

@@ -1,4 +1,4 @@
-"""One semantic scenario: a data set, a way of accumulating, and something that goes wrong; and the shipped suite."""
+"""A semantic scenario: data, a way of accumulating, and what goes wrong; and the shipped suite."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -86,7 +86,10 @@ class Split(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario(TrainingPlan):
-    """What is trained on, and what happens meanwhile. Ranks share the samples as DistributedSampler deals them."""
+    """What is trained on, and what happens meanwhile.
+
+    Ranks share the samples as DistributedSampler deals them.
+    """
 
     name: Annotated[
         str,
@@ -150,7 +153,8 @@ class Scenario(TrainingPlan):
                 key, value = "max_steps", self.max_steps
             raise MisfitError(
                 key,
-                f" is {value}; {trained} samples could be trained in all, with those of other epochs and "
+                f" is {value}; {trained} samples could be trained in all, with those of other "
+                "epochs and "
                 f"ranks; at most {LARGEST} may be",
             )
 
@@ -160,7 +164,8 @@ class Scenario(TrainingPlan):
         if num_left_over or len(self.accumulate) > 1:
             raise MisfitError(
                 "reduction",
-                " is window; it needs whole windows and one N for all epochs, so that the share of a micro-batch is "
+                " is window; it needs whole windows and one N for all epochs, so that the share "
+                "of a micro-batch is "
                 "known; make samples a multiple of accumulate x batch_size x world_size",
             )
         if self.split is Split.FRAMEWORK:
@@ -228,11 +233,14 @@ class Scenario(TrainingPlan):
 
     @property
     def slots_per_rank(self) -> int:
-        """Uses of samples that each rank may come to; an incomplete micro-batch counts as a whole one."""
+        """Uses of samples that each rank may come to.
+
+        An incomplete micro-batch counts as a whole one.
+        """
         return self.bound * self.largest_batch
 
     def offered(self, rank: int) -> list[list[int]]:
-        """The samples of each micro-batch that a rank's loader offers in an epoch, in the given order.
+        """The samples of each micro-batch that a rank's loader offers in an epoch, in order.
 
         Every W-th sample from the rank's own number on; the samples are padded from their beginning
         to a multiple of W (torch.utils.data.DistributedSampler without shuffling).
@@ -277,13 +285,13 @@ class Scenario(TrainingPlan):
             return 1
         return self.token_weights[sample % len(self.token_weights)]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain values for JSON; ``from_dict`` is the inverse."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(
-        cls, values: Mapping[str, Any], place: str = "", name: Callable[[str], str] = str
+        cls, values: Mapping[str, object], place: str = "", name: Callable[[str], str] = str
     ) -> Scenario:
         """The scenario of plain values, as JSON or TOML have them.
 
@@ -293,7 +301,9 @@ class Scenario(TrainingPlan):
 
 
 def load(path: Path = SUITE) -> list[Scenario]:
-    """The scenarios of a TOML file, one table each, named by it. Raises InputError that names the file and the place.
+    """The scenarios of a TOML file, one table each, named by it.
+
+    Raises InputError that names the file and the place.
 
     ``epochs = 0`` stands for no end, since TOML has no null.
     """
@@ -308,7 +318,7 @@ def load(path: Path = SUITE) -> list[Scenario]:
     return [_scenario(name, table, str(path)) for name, table in tables.items()]
 
 
-def _scenario(name: str, table: Any, source: str) -> Scenario:
+def _scenario(name: str, table: object, source: str) -> Scenario:
     if not isinstance(table, dict):
         what = f"it must be a table of a scenario, [{name}]"
         raise InputError(f"{source}: {name} is {shown(table)}; {what}")

@@ -1,4 +1,6 @@
-"""Runs scenarios under backends in as few process groups as possible; one that fails spoils no other.
+"""Runs scenarios under backends in as few process groups as possible.
+
+One that fails spoils no other.
 
 The scenarios of a backend follow each other in one process group, each on a fresh build. A test
 compares the results with those in process groups of their own.
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from bench.audit.decoded_scenario import FailureRecord, RankRecord
 from bench.audit.hugging_face_job import AuditedHuggingFace
@@ -69,7 +71,7 @@ def audited(backend: type[Backend]) -> type[Backend]:
     return backend
 
 
-def work(task: AuditTask, rank: int, device: torch.device) -> dict[str, Any]:
+def work(task: AuditTask, rank: int, device: torch.device) -> dict[str, object]:
     """One rank's part; see ``bench.plan.task.Task``."""
     backend = audited(only(task.backend, task.plugin))
     audits = []
@@ -100,7 +102,8 @@ def _audit(
     import torch.distributed as dist
 
     gc.collect()  # frees the previous scenario, whose frameworks leave reference cycles
-    # What is left is the frameworks' own; DeepSpeed collects while it builds, and would walk it each time.
+    # What is left is the frameworks' own; DeepSpeed collects while it builds, and would walk it
+    # each time.
     gc.freeze()
     checkpoints = Path(task.folder) / f"checkpoints-{name}"
     if number == 0:

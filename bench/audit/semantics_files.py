@@ -14,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from bench import files
 from bench.audit import conformance
@@ -27,6 +27,8 @@ from bench.report import canvas
 from bench.report.citation import VERSIONS
 from bench.run import machine
 
+About: TypeAlias = dict[str, Any]
+"""What a suite was run with, as in run.json."""
 UPDATES_SHOWN = 12
 """Updates listed for each backend on the terminal; --json has all."""
 MOST_PROCESSES = 8
@@ -38,7 +40,7 @@ SCHEMA_VERSION = 2
 
 
 def show(found: Sequence[Observation]) -> None:
-    """Print the verdict and diagnosis of each observation, with every update if there is only one scenario."""
+    """Print verdict and diagnosis of each observation, and every update of a lone scenario."""
     is_single = len(conformance.scenarios(found)) == 1
     for seen in found:
         facts = plural(len(seen["updates"]), "update")
@@ -65,7 +67,10 @@ def _show_updates(seen: Observation) -> None:
 def write(
     arguments: argparse.Namespace, found: Sequence[Observation], folder: Path, plots: Path
 ) -> None:
-    """Write what --out and --suite ask for, and say on stderr where. Raises InputError if it cannot."""
+    """Write what --out and --suite ask for, and say on stderr where.
+
+    Raises InputError if it cannot.
+    """
     about = {
         "command": ["python", "-m", "bench", *sys.argv[1:]],
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -80,22 +85,18 @@ def write(
     print(f"tables: {folder}\nplots:  {plots} ({len(pictures)} pictures)", file=sys.stderr)
 
 
-def write_tables(
-    observations: Sequence[Observation], about: Mapping[str, Any], folder: Path
-) -> None:
+def write_tables(observations: Sequence[Observation], about: About, folder: Path) -> None:
     """Write the observations, and the page with every table and diagnosis."""
     folder.mkdir(parents=True, exist_ok=True)
     store(observations, about, folder / OBSERVATIONS)
     files.write(folder / MARKDOWN, page(observations, about))
 
 
-def page(observations: Sequence[Observation], about: Mapping[str, Any]) -> str:
+def page(observations: Sequence[Observation], about: About) -> str:
     """An overview, a table for each family of backends, and every diagnosis."""
-    facts = ", ".join(
-        f"{markdown(name)} {markdown(value)}" for name, value in facts_of(about).items()
-    )
+    facts = [f"{markdown(name)} {markdown(value)}" for name, value in facts_of(about).items()]
     lines = ["# Every backend in every scenario", ""]
-    lines += [f"Written by `{' '.join(about['command'])}` with {facts}.", ""]
+    lines += [f"Written by `{' '.join(about['command'])}` with {', '.join(facts)}.", ""]
     lines.append(conformance.overview(observations))
     for name, members in conformance.families(observations).items():
         lines += [f"## {name}", "", conformance.markdown(members)]
@@ -119,7 +120,7 @@ def _diagnoses(backend: str, observations: Sequence[Observation]) -> list[str]:
     return [*lines, "", "</details>", ""]
 
 
-def store(observations: Sequence[Observation], about: Mapping[str, Any], path: Path) -> None:
+def store(observations: Sequence[Observation], about: About, path: Path) -> None:
     """Write observations, one per line so that two suites can be compared by lines.
 
     Scenarios stand in it once, and equal values of neighbouring samples as one: ``"0-7": 0.125``.
@@ -141,13 +142,19 @@ def _line(seen: Observation) -> str:
         stored: dict[str, Any] = dict(update)
         del stored["samples"]
         for key in ("by_epoch", "relative"):
-            stored[key] = {epoch: _ranges(values) for epoch, values in stored[key].items()}
+            by_epoch = {}
+            for epoch, values in stored[key].items():
+                by_epoch[epoch] = _ranges(values)
+            stored[key] = by_epoch
         updates.append(stored)
     return _json({**seen, "scenario": seen["scenario"]["name"], "updates": updates})
 
 
-def load(path: Path) -> tuple[dict[str, Any], list[Observation]]:
-    """About the suite, and its observations, as ``store`` was given them. Raises InputError for another version."""
+def load(path: Path) -> tuple[About, list[Observation]]:
+    """About the suite, and its observations, as ``store`` was given them.
+
+    Raises InputError for another version.
+    """
     stored = json.loads(path.read_text(encoding="utf-8"))
     if stored["schema_version"] != SCHEMA_VERSION:
         version = stored["schema_version"]
@@ -170,12 +177,12 @@ def _restore(update: dict[str, Any]) -> None:
     for values in update["by_epoch"].values():
         for sample, value in values.items():
             sums[int(sample)] = sums.get(int(sample), 0.0) + value
-    update["samples"] = {
-        str(sample): float(f"{value:.7g}") for sample, value in sorted(sums.items())
-    }
+    update["samples"] = {}
+    for number in sorted(sums):
+        update["samples"][str(number)] = float(f"{sums[number]:.7g}")
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
@@ -210,7 +217,7 @@ def _samples(ranges: Mapping[str, float]) -> dict[str, float]:
 
 
 def write_pictures(
-    observations: Sequence[Observation], about: Mapping[str, Any], plots: Path
+    observations: Sequence[Observation], about: About, plots: Path
 ) -> dict[str, Path]:
     """Draw the weight maps, several at a time; their paths by scenario."""
     plots.mkdir(parents=True, exist_ok=True)
@@ -233,7 +240,7 @@ def _draw(of_scenario: Sequence[Observation], stem: Path, footer: str) -> Path |
     return canvas.save(figure, stem, words)
 
 
-def facts_of(about: Mapping[str, Any]) -> dict[str, str]:
+def facts_of(about: About) -> dict[str, str]:
     """The versions, device and date that a reader must know."""
     facts = {name: version for name, version in about["packages"].items() if name in VERSIONS}
     facts["python"] = about["machine"]["python"]

@@ -1,4 +1,4 @@
-"""Findings about a scenario: what is the verdict, the phrases with which they count, and the rules about divisors.
+"""Findings about a scenario: the verdict, phrases that count, and rules about divisors.
 
 These are rules on a loss that was divided by N twice, and on clipping that hides a wrong scale.
 """
@@ -22,7 +22,9 @@ RIGHT = good("right", "every update equals that of one full batch over its windo
 
 
 def verdict(found: Iterable[Finding]) -> Finding:
-    """The finding that names the outcome of a scenario: the first of the gravest; RIGHT if all are good.
+    """The finding that names the outcome of a scenario: the first of the gravest.
+
+    RIGHT if all are good.
 
     An error is an update that is the full batch of no samples, or samples, steps or counters that
     are not what they should be. With a note every update is the full batch of some samples, but
@@ -81,7 +83,7 @@ def divided_twice(decoded: DecodedScenario) -> Iterator[Finding]:
 
 
 def all_divided_twice(decoded: DecodedScenario) -> bool:
-    """Whether each micro-batch has the factor 1/N^2, or 1/N of the right one in an incomplete window.
+    """Whether all micro-batches weigh 1/N^2, or 1/N of the right weight in a short window.
 
     Where losses are not means, sums are compared instead. An update at the clipping threshold tells
     nothing.
@@ -107,7 +109,10 @@ def all_divided_twice(decoded: DecodedScenario) -> bool:
 
 
 def _factors_are_divided_twice(update: DecodedUpdate, n: int, *, may_be_incomplete: bool) -> bool:
-    """Whether each micro-batch of an update has such a factor; of an incomplete window if that may be."""
+    """Whether each micro-batch of an update has such a factor.
+
+    Of an incomplete window if that may be.
+    """
     for factor in update.factors.values():
         if is_near(factor, 1 / n**2):
             continue

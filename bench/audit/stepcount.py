@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from bench.audit.training_plan import TrainingPlan, ceil
 from bench.backends.accelerate import AccelerateBackend
@@ -54,7 +53,8 @@ class StepRule:
     twice: bool = False
     """``split`` only: trainer and engine both divide the loss by N."""
     counted: bool = True
-    """``flush`` only: a trainer counts the steps and foresees their number, as Lightning's does and no loop can."""
+    """``flush`` only: a trainer counts the steps and foresees their number, as Lightning's does
+    and no loop can."""
     whole_windows: bool = False
     """``override`` only: training ends after as many steps as its epochs have whole windows, at
     least one in each."""
@@ -62,18 +62,20 @@ class StepRule:
     """``override`` only: a window that an epoch leaves open goes on in the next, if an epoch is
     longer than it."""
     deals: bool = False
-    """Whether the loader's micro-batches are dealt to the ranks in turn, and not samples as by ``DistributedSampler``:
-    with ``drop_last``, those that are too few for all ranks are left out (accelerate: data_loader.py,
-    ``BatchSamplerShard``)."""
+    """Whether the loader's micro-batches are dealt to the ranks in turn, and not samples as by
+    ``DistributedSampler``: with ``drop_last``, those that are too few for all ranks are left out
+    (accelerate: data_loader.py, ``BatchSamplerShard``)."""
 
     @classmethod
     def of_backend(cls, backend: type[Backend]) -> StepRule:
         """The rule of a backend.
 
-        With ``split``, only ZeRO-2 keeps its gradients over a ``zero_grad``: it accumulates in ``all_grad_tensors``,
-        which ``zero_grad`` does not touch (deepspeed/runtime/zero/stage_1_and_2.py). ZeRO-1 accumulates in
-        ``grad_accum``, which is set to None there, and ZeRO-3 overwrites its buffer after ``micro_step_id = 0``
-        (deepspeed/runtime/zero/stage3.py). Lightning's backends may multiply the loss by N: one division is undone.
+        With ``split``, only ZeRO-2 keeps its gradients over a ``zero_grad``: it accumulates in
+        ``all_grad_tensors``, which ``zero_grad`` does not touch
+        (deepspeed/runtime/zero/stage_1_and_2.py). ZeRO-1 accumulates in ``grad_accum``, which is
+        set to None there, and ZeRO-3 overwrites its buffer after ``micro_step_id = 0``
+        (deepspeed/runtime/zero/stage3.py). Lightning's backends may multiply the loss by N: one
+        division is undone.
         """
         split = backend.stepping is Stepping.SPLIT
         return cls(
@@ -84,11 +86,14 @@ class StepRule:
         )
 
     def of_trainer(self, transformers: tuple[int, ...] | None) -> StepRule:
-        """The rule of a training that Hugging Face's Trainer runs with its own loader; the newest without a version.
+        """The rule of a training that Hugging Face's Trainer runs with its own loader.
 
-        Up to 4.51.3 it ends after ceil(epochs x max(NB // N, 1)) steps, from 4.52.1 on after ceil(epochs x
-        ceil(NB / N)); up to 4.45.2 it counts micro-batches over all epochs (transformers: trainer.py,
-        ``_inner_training_loop`` and ``set_initial_training_values``, of 4.45.2, 4.51.3 and 4.52.1; #37923).
+        The newest without a version.
+
+        Up to 4.51.3 it ends after ceil(epochs x max(NB // N, 1)) steps, from 4.52.1 on after
+        ceil(epochs x ceil(NB / N)); up to 4.45.2 it counts micro-batches over all epochs
+        (transformers: trainer.py, ``_inner_training_loop`` and ``set_initial_training_values``, of
+        4.45.2, 4.51.3 and 4.52.1; #37923).
         """
         if self.stepping is not Stepping.OVERRIDE:
             return self
@@ -138,7 +143,7 @@ class Steps:
     samples_unread: int
     """Samples left in an epoch that training did not finish, or beyond ``limit_batches``."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain values for JSON; ``update_scales`` becomes a list of pairs."""
         return dataclasses.asdict(self) | {
             "update_scales": [[*pair] for pair in self.update_scales.items()]
@@ -150,13 +155,11 @@ class _Count:
 
     def __init__(self, training: TrainingPlan, rule: StepRule, n: int, *, by_updates: bool) -> None:
         self.n, self.per_epoch = n, training.micro_batches_per_epoch
-        self.carries, self.clears = rule.stepping in CARRIES, rule.clears
+        self.carries = rule.stepping in CARRIES
         if rule.carries and self.per_epoch > n:
             self.carries = True
-        self.is_split, self.flushes = (
-            rule.stepping is Stepping.SPLIT,
-            rule.stepping is Stepping.FLUSH,
-        )
+        self.clears = rule.clears
+        self.flushes = rule.stepping is Stepping.FLUSH
         self.by_updates = by_updates
         """Whether ``max_steps`` is compared with the updates, not with the full windows of the
         epochs."""
@@ -180,18 +183,21 @@ class _Count:
         return self.full_windows
 
     def block(self, size: int, times: int = 1, *, ends_epoch: bool = False) -> None:
-        """Count so many blocks of at most N micro-batches, each of which begins at a multiple of N in its epoch.
+        """Count blocks of at most N micro-batches, each of which begins at a multiple of N.
 
-        There Lightning clears gradients, between forward and backward (loops/optimization/automatic.py,
-        ``_make_zero_grad_fn`` and ``Closure.closure``).
+        There Lightning clears gradients, between forward and backward
+        (loops/optimization/automatic.py, ``_make_zero_grad_fn`` and ``Closure.closure``).
         """
         self.consumed += size * times
         if self.clears:
             self.cleared, self.cleared_ends = self.size, self.ends
         room = self.n - self.size
         if not self.carries:
+            divisor = self.n
+            if self.flushes:
+                divisor = size
             self.updates += times
-            self.kept[size if self.flushes else self.n] += times
+            self.kept[divisor] += times
         elif size < room:
             self.size += size
             self.ends += ends_epoch
@@ -206,11 +212,15 @@ class _Count:
             self.full_windows += times
 
     def epoch(self, limit: int | None = None) -> None:
-        """Count an epoch, up to where the counter reaches the limit: it changes in every block, or not in the last."""
+        """Count an epoch, up to where the counter reaches the limit.
+
+        The counter changes in every block, or not in the last.
+        """
         blocks = ceil(self.per_epoch, self.n)
-        left = None if limit is None else limit - self.counter
+        left = None
         number = blocks
-        if left is not None:
+        if limit is not None:
+            left = limit - self.counter
             number = min(blocks, left)
         if number > 1:
             self.block(self.n)
@@ -244,8 +254,11 @@ def _count(
     period = 1
     if found.carries:
         period = n // math.gcd(found.per_epoch, n)
+    length = period
+    if epochs is not None:
+        length = min(epochs, period)
     pattern: list[int] = []
-    while len(pattern) < (period if epochs is None else min(epochs, period)):
+    while len(pattern) < length:
         before = found.updates
         found.epoch()
         pattern.append(found.updates - before)
@@ -294,18 +307,22 @@ def never_reached(training: TrainingPlan, rule: StepRule) -> bool:
 def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
     """The training under a rule; None where none is known (``_is_known``).
 
-    - ``window``, ``override`` and ``flush`` step after N micro-batches and at the end of the epoch (Lightning:
-      loops/training_epoch_loop.py, ``_should_accumulate``; Accelerate: accelerator.py, ``_do_sync``).
-    - ``carry`` steps after N micro-batches counted over the whole training (DeepSpeed: runtime/engine.py,
-      ``is_gradient_accumulation_boundary``).
-    - ``cancel`` steps as ``carry``, but counts the step that it begins and cancels when the data end before its
-      ``training.steps``, here those of the naive formula (torchtitan: trainer.py, ``train``).
-    - ``split`` steps as ``carry``, but compares ``max_steps`` with ``trainer.global_step``, which counts every N-th
-      micro-batch of an epoch (Lightning: the same ``_should_accumulate`` under a strategy that
-      ``handles_gradient_accumulation``; loops/optimization/automatic.py, ``_optimizer_step``).
+    - ``window``, ``override`` and ``flush`` step after N micro-batches and at the end of the epoch
+      (Lightning: loops/training_epoch_loop.py, ``_should_accumulate``; Accelerate: accelerator.py,
+      ``_do_sync``).
+    - ``carry`` steps after N micro-batches counted over the whole training (DeepSpeed:
+      runtime/engine.py, ``is_gradient_accumulation_boundary``).
+    - ``cancel`` steps as ``carry``, but counts the step that it begins and cancels when the data
+      end before its ``training.steps``, here those of the naive formula (torchtitan: trainer.py,
+      ``train``).
+    - ``split`` steps as ``carry``, but compares ``max_steps`` with ``trainer.global_step``, which
+      counts every N-th micro-batch of an epoch (Lightning: the same ``_should_accumulate`` under a
+      strategy that ``handles_gradient_accumulation``; loops/optimization/automatic.py,
+      ``_optimizer_step``).
 
-    Lightning checks ``max_steps`` before every micro-batch and every epoch (``_TrainingEpochLoop.done``,
-    ``_FitLoop.done``), so training ends right after the micro-batch whose step reaches it, and before the first with 0.
+    Lightning checks ``max_steps`` before every micro-batch and every epoch
+    (``_TrainingEpochLoop.done``, ``_FitLoop.done``), so training ends right after the micro-batch
+    whose step reaches it, and before the first with 0.
     """
     if not _is_known(training, rule):
         return None
@@ -324,7 +341,7 @@ def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
             end = None
         if end is None and never_reached(training, rule):
             stops, by_updates = Stops.NEVER, True
-        left = None if limit is None else limit - sum(part.counter for part in parts)
+        left = _left(limit, parts)
         parts.append(_count(training, rule, n, end, left, by_updates=by_updates))
         if parts[-1].counter == left:
             if stops is not Stops.NEVER:
@@ -337,11 +354,24 @@ def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
     )
 
 
+def _left(limit: int | None, parts: Sequence[_Count]) -> int | None:
+    """What is left of a limit; None if there is none."""
+    if limit is None:
+        return None
+    return limit - sum(part.counter for part in parts)
+
+
 def _dealt(training: TrainingPlan) -> int:
-    """The samples of the micro-batches that are enough for all ranks. Raises InputError if there are none."""
+    """The samples of the micro-batches that are enough for all ranks.
+
+    Raises InputError if there are none.
+    """
     together = training.batch_size * training.world_size
     if training.samples < together:
-        few = f" is {training.samples}, fewer than the {together} of a micro-batch on each rank, so drop_last drops all"
+        few = (
+            f" is {training.samples}, fewer than the {together} of a micro-batch on each rank, "
+            "so drop_last drops all"
+        )
         raise MisfitError("samples", f"{few}; it must be at least as many")
     return training.samples // together * together
 
@@ -373,7 +403,10 @@ def _steps(training: TrainingPlan, rule: StepRule, parts: Sequence[_Count], stop
         if stops is not Stops.NEVER:
             counted += part.counter
         for kept, number in part.kept.items():
-            scales[kept / (part.n * (part.n if rule.twice else 1))] += number
+            divisor = part.n
+            if rule.twice:
+                divisor *= part.n
+            scales[kept / divisor] += number
     finished, begun = consumed // per_epoch, ceil(consumed, per_epoch)
     samples_lost = _samples(training, lost, lost_ends)
     samples_open = _samples(training, last.size, last.ends)
@@ -403,8 +436,8 @@ def _steps(training: TrainingPlan, rule: StepRule, parts: Sequence[_Count], stop
 def _reported(training: TrainingPlan, rule: StepRule, steps: int, counted: int) -> dict[str, int]:
     """The framework's counters.
 
-    ``estimated_stepping_batches`` is ceil(NB / N) x epochs under every strategy, and at most ``max_steps`` (Lightning:
-    trainer/trainer.py); N is that of the first epoch.
+    ``estimated_stepping_batches`` is ceil(NB / N) x epochs under every strategy, and at most
+    ``max_steps`` (Lightning: trainer/trainer.py); N is that of the first epoch.
     """
     engine = {"engine.global_steps": steps}
     if rule.stepping is Stepping.CARRY:
@@ -427,6 +460,6 @@ def _reported(training: TrainingPlan, rule: StepRule, steps: int, counted: int) 
 
 
 def _samples(training: TrainingPlan, micro_batches: int, short: int) -> int:
-    """Samples of ``micro_batches`` micro-batches on all ranks, of which ``short`` are the last of an epoch."""
+    """Samples of micro-batches on all ranks, of which ``short`` are the last of an epoch."""
     missing = short * (training.batch_size - training.last_micro_batch)
     return (micro_batches * training.batch_size - missing) * training.world_size

@@ -2,25 +2,27 @@
 
 ``document`` has these keys:
 
-- ``training``: the inputs, and what follows from them under every backend (bench.audit.training_plan.TrainingPlan);
+- ``training``: the inputs, and what follows from them under every backend
+  (bench.audit.training_plan.TrainingPlan);
 - ``notes``: sentences that hold for all backends;
-- ``naive``: ``optimizer_steps`` by the naive formula, and ``wrong``: a sentence, empty if no rule differs from it;
-- ``rules``: one per rule that a chosen backend follows: its ``name``, ``stepping``, ``clears``, ``twice``,
-  ``counted``, ``whole_windows``, ``carries`` and ``deals`` (bench.audit.stepcount.StepRule), the ``backends`` that
-  follow it, ``steps`` (bench.audit.stepcount.Steps; null where the rule is unknown) and ``differences``: sentences.
+- ``naive``: ``optimizer_steps`` by the naive formula, and ``wrong``: a sentence, empty if no rule
+  differs from it;
+- ``rules``: one per rule that a chosen backend follows: its ``name``, ``stepping``, ``clears``,
+  ``twice``, ``counted``, ``whole_windows``, ``carries`` and ``deals``
+  (bench.audit.stepcount.StepRule), the ``backends`` that follow it, ``steps``
+  (bench.audit.stepcount.Steps; null where the rule is unknown) and ``differences``: sentences.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from bench.audit.stepcount import StepRule, Steps, calculate, never_reached
 from bench.audit.training_plan import TrainingPlan
 from bench.backends.base import Backend
 from bench.formatting import plural
-from bench.grouping import grouped
 from bench.plan.cell import Stepping
 from bench.tabular import Table
 
@@ -30,8 +32,16 @@ SHOWN = 6
 """Epochs whose steps the table lists; ``--json`` has all."""
 
 
-Rules = Mapping[StepRule, tuple[list[str], Steps | None]]
-"""The backends that follow a rule, and its steps if they can be calculated."""
+class FollowedRule(NamedTuple):
+    """What is said of a rule."""
+
+    backends: list[str]
+    """Those that follow it."""
+    steps: Steps | None
+    """None if they cannot be calculated."""
+
+
+Rules: TypeAlias = Mapping[StepRule, FollowedRule]
 
 
 def by_rule(
@@ -39,12 +49,18 @@ def by_rule(
     backends: Mapping[str, type[Backend]],
     transformers: tuple[int, ...] | None = None,
 ) -> Rules:
-    """The rules that the backends follow; Hugging Face's Trainer that of a version, or of the newest."""
-    found = grouped(
-        (StepRule.of_backend(backend).of_trainer(transformers), name)
-        for name, backend in backends.items()
-    )
-    return {rule: (names, calculate(training, rule)) for rule, names in found.items()}
+    """The rules that the backends follow.
+
+    Hugging Face's Trainer that of a version, or of the newest.
+    """
+    backends_of: dict[StepRule, list[str]] = {}
+    for name, backend in backends.items():
+        rule = StepRule.of_backend(backend).of_trainer(transformers)
+        backends_of.setdefault(rule, []).append(name)
+    found = {}
+    for rule, names in backends_of.items():
+        found[rule] = FollowedRule(names, calculate(training, rule))
+    return found
 
 
 def document(training: TrainingPlan, rules: Rules) -> dict[str, Any]:
@@ -76,7 +92,7 @@ def printed_lines(training: TrainingPlan, rules: Rules) -> Iterator[str]:
     yield _headline(training)
     yield ""
     naive = ("naive formula", str(training.naive_steps), *["-"] * (len(HEADER) - 2))
-    rows = [table_row(rule, steps) for rule, (_, steps) in rules.items()]
+    rows = [table_row(rule, followed.steps) for rule, followed in rules.items()]
     yield Table.from_rows(HEADER, [naive, *rows], range(1, len(HEADER))).text()
     yield ""
     for row in found["rules"]:
@@ -88,7 +104,7 @@ def printed_lines(training: TrainingPlan, rules: Rules) -> Iterator[str]:
 
 
 def _sentences(found: Mapping[str, Any]) -> Iterator[str]:
-    """Each with whom it is about: all, the naive formula, or backends, or rules if these are many."""
+    """Each with its subject: all, the naive formula, or backends, or rules if these are many."""
     for note in found["notes"]:
         yield f"all: {note}"
     wrong = found["naive"]["wrong"]
@@ -114,7 +130,8 @@ def _headline(training: TrainingPlan) -> str:
     if training.max_steps is not None:
         until.append(f"max_steps {training.max_steps}")
     windows = (
-        f"{plural(training.full_windows, 'window')} of {training.n} and {training.partial_window} over; "
+        f"{plural(training.full_windows, 'window')} of {training.n} and "
+        f"{training.partial_window} over; "
         f"effective batch {training.effective_batch}"
     )
     if training.accumulate[1:]:
@@ -124,7 +141,8 @@ def _headline(training: TrainingPlan) -> str:
     per_epoch = plural(training.micro_batches_per_epoch, "micro-batch")
     return (
         f"{plural(training.samples, 'sample')} on {plural(training.world_size, 'rank')}: "
-        f"{training.samples_per_rank} per rank and epoch = {per_epoch} of {training.batch_size} (the last has "
+        f"{training.samples_per_rank} per rank and epoch = {per_epoch} of {training.batch_size} "
+        "(the last has "
         f"{training.last_micro_batch}) = {windows}; until {' or '.join(until)}"
     )
 
@@ -134,7 +152,10 @@ def rule_name(rule: StepRule) -> str:
     if rule.whole_windows:
         return f"{rule.stepping} (whole windows)"
     if rule.stepping is not Stepping.SPLIT:
-        return str(rule.stepping) if rule.counted else f"{rule.stepping} (no counter)"
+        name = str(rule.stepping)
+        if not rule.counted:
+            name += " (no counter)"
+        return name
     words = []
     if rule.clears:
         words.append("clearing")
@@ -190,20 +211,25 @@ def common_notes(training: TrainingPlan) -> list[str]:
         if training.dropped_per_epoch == 0:
             fate = ""
         notes.append(
-            f"DistributedSampler repeats {plural(padding, 'sample')} per epoch, so that all ranks have as many{fate}"
+            f"DistributedSampler repeats {plural(padding, 'sample')} per epoch, so that all "
+            f"ranks have as many{fate}"
         )
     by_sampler = max(0, training.samples - training.samples_per_rank * training.world_size)
     if by_sampler:
         notes.append(f"DistributedSampler leaves out {plural(by_sampler, 'sample')} in every epoch")
     if dropped := training.dropped_per_epoch - by_sampler:
         notes.append(
-            f"drop_last leaves out {plural(dropped, 'sample')} in every epoch, the incomplete micro-batch of "
-            f"{training.samples_per_rank % training.batch_size} on each rank; it never leaves out an incomplete window"
+            f"drop_last leaves out {plural(dropped, 'sample')} in every epoch, the incomplete "
+            "micro-batch of "
+            f"{training.samples_per_rank % training.batch_size} on each rank; it never leaves "
+            "out an incomplete window"
         )
     if training.last_micro_batch < training.batch_size:
         notes.append(
-            f"the last micro-batch of an epoch has {training.last_micro_batch} of {training.batch_size} samples and "
-            "weighs like a full one where losses are means over the micro-batch: each of its samples counts "
+            f"the last micro-batch of an epoch has {training.last_micro_batch} of "
+            f"{training.batch_size} samples and "
+            "weighs like a full one where losses are means over the micro-batch: each of its "
+            "samples counts "
             f"{training.batch_size / training.last_micro_batch:.4g} times as much"
         )
     return notes
@@ -288,12 +314,15 @@ def _about_windows(training: TrainingPlan, rule: StepRule, steps: Steps) -> list
     elif rule.stepping is Stepping.FLUSH and over:
         tails = steps.micro_batches_consumed // training.micro_batches_per_epoch
         sentences.append(
-            f"the last window of an epoch has {over} of {n} micro-batches, but its loss is still divided by {n}: "
-            f"{tails} of {plural(steps.optimizer_steps, 'update')} are {over / n:.4g} of the right one"
+            f"the last window of an epoch has {over} of {n} micro-batches, but its loss is still "
+            f"divided by {n}: "
+            f"{tails} of {plural(steps.optimizer_steps, 'update')} are {over / n:.4g} of the "
+            "right one"
         )
     if rule.stepping in (Stepping.CARRY, Stepping.CANCEL) and over:
         sentences.append(
-            f"the last {plural(over, 'micro-batch')} of an epoch start the first window of the next epoch"
+            f"the last {plural(over, 'micro-batch')} of an epoch start the first window of the "
+            "next epoch"
         )
     return sentences
 
@@ -312,11 +341,13 @@ def _about_counters(training: TrainingPlan, rule: StepRule, steps: Steps) -> lis
         if steps.micro_batches_lost_in_mid_run:
             less = ", or less"
         sentences.append(
-            f"trainer and engine both divide the loss by {n}: every update is 1/{n} of the right one{less}"
+            f"trainer and engine both divide the loss by {n}: every update is 1/{n} of the right "
+            f"one{less}"
         )
     if steps.micro_batches_lost_in_mid_run:
         sentences.append(
-            f"{steps.micro_batches_lost_in_mid_run} of {plural(steps.micro_batches_consumed, 'micro-batch')} "
+            f"{steps.micro_batches_lost_in_mid_run} of "
+            f"{plural(steps.micro_batches_consumed, 'micro-batch')} "
             f"({steps.samples_lost_in_mid_run} samples over all ranks) are cleared in "
             "mid-window by Lightning's zero_grad"
         )
@@ -335,13 +366,15 @@ def _about_loader(training: TrainingPlan, rule: StepRule, steps: Steps) -> list[
         whole = training.micro_batches_per_epoch * (training.epochs or 0)
         left = plural(whole - steps.micro_batches_consumed, "micro-batch")
         sentences.append(
-            f"transformers up to 4.51.3 ends after max(NB // N, 1) = {each} updates per epoch, with {left} left"
+            f"transformers up to 4.51.3 ends after max(NB // N, 1) = {each} updates per epoch, "
+            f"with {left} left"
         )
     together = training.batch_size * training.world_size
     each, rest = divmod(training.samples, together)
     if rule.deals and training.drop_last and rest:
         sentences.append(
-            f"accelerate deals whole micro-batches to the ranks in turn: drop_last leaves out {rest} of "
+            "accelerate deals whole micro-batches to the ranks in turn: drop_last leaves out "
+            f"{rest} of "
             f"{plural(training.samples, 'sample')}, and each rank has {each} per epoch"
         )
     return sentences
@@ -353,20 +386,26 @@ def _about_max_steps(training: TrainingPlan, rule: StepRule, steps: Steps) -> li
         return []
     if never_reached(training, rule):
         stays = (
-            f"an epoch has {plural(training.micro_batches_per_epoch, 'micro-batch')}, fewer than N = {training.n}, "
+            f"an epoch has {plural(training.micro_batches_per_epoch, 'micro-batch')}, fewer than "
+            f"N = {training.n}, "
             f"so trainer.global_step stays 0 and max_steps {wanted} is never reached"
         )
         if training.epochs is None:
-            wanted_end = f"{plural(steps.micro_batches_consumed, 'micro-batch')}, with {plural(wanted, 'update')} made"
+            wanted_end = (
+                f"{plural(steps.micro_batches_consumed, 'micro-batch')}, with "
+                f"{plural(wanted, 'update')} made"
+            )
             return [f"{stays}: training never ends; it should end after {wanted_end}"]
         return [f"{stays}: the epochs end it, with {plural(steps.optimizer_steps, 'update')} taken"]
     if steps.stops == "epochs":
         return [
-            f"the epochs end it before max_steps {wanted}, with {plural(steps.optimizer_steps, 'update')} taken"
+            f"the epochs end it before max_steps {wanted}, with "
+            f"{plural(steps.optimizer_steps, 'update')} taken"
         ]
     beyond = steps.optimizer_steps - wanted
     if not beyond:
         return []
     return [
-        f"max_steps {wanted} stops training {plural(beyond, 'update')} late, after {steps.optimizer_steps}"
+        f"max_steps {wanted} stops training {plural(beyond, 'update')} late, after "
+        f"{steps.optimizer_steps}"
     ]

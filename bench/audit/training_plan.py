@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
@@ -14,7 +14,7 @@ LARGEST_ACCUMULATE = 1_000_000
 """The largest N; the pattern of steps per epoch, which is listed, may have N epochs."""
 
 
-def _in_tuple(value: Any) -> Any:
+def _in_tuple(value: object) -> object:
     if isinstance(value, int):
         return (value,)
     return value
@@ -33,6 +33,14 @@ Factors = Annotated[
 def ceil(dividend: int, divisor: int) -> int:
     """The quotient rounded up, exact for integers of any size."""
     return -(-dividend // divisor)
+
+
+class Phase(NamedTuple):
+    """Epochs in a row with one N."""
+
+    n: int
+    epochs: int | None
+    """None for no end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,12 +77,18 @@ class TrainingPlan:
             both = ": missing, and so is max_steps; give one of them, or training has no end"
             raise MisfitError("epochs", both)
         if self.samples_per_rank == 0:
-            few = f" is {self.samples}, fewer than the {self.world_size} ranks, so each drops its samples"
+            few = (
+                f" is {self.samples}, fewer than the {self.world_size} ranks, so each drops its "
+                "samples"
+            )
             remedy = "it must be at least as many, or leave out sampler_drop_last"
             raise MisfitError("samples", f"{few}; {remedy}")
         if self.micro_batches_per_epoch == 0:
             of_rank = self.samples_per_rank
-            few = f" is {self.batch_size}, but a rank has only {of_rank} samples, which drop_last drops"
+            few = (
+                f" is {self.batch_size}, but a rank has only {of_rank} samples, which drop_last "
+                "drops"
+            )
             raise MisfitError("batch_size", f"{few}; it must be at most {of_rank}")
 
     @property
@@ -89,19 +103,25 @@ class TrainingPlan:
 
     @property
     def samples_per_rank(self) -> int:
-        """Samples of a rank per epoch, as many on all ranks: ``DistributedSampler`` repeats or drops some."""
+        """Samples of a rank per epoch, as many on all ranks.
+
+        ``DistributedSampler`` repeats or drops some.
+        """
         if self.sampler_drop_last:
             return self.samples // self.world_size
         return ceil(self.samples, self.world_size)
 
     @property
     def padding_per_epoch(self) -> int:
-        """Samples that ``DistributedSampler`` repeats (torch/utils/data/distributed.py, ``__iter__``)."""
+        """Samples that ``DistributedSampler`` repeats (torch/utils/data/distributed.py)."""
         return max(0, self.samples_per_rank * self.world_size - self.samples)
 
     @property
     def dropped_per_epoch(self) -> int:
-        """Samples that the sampler's or the loader's ``drop_last`` leaves out on all ranks; repeated ones too."""
+        """Samples that the sampler's or the loader's ``drop_last`` leaves out on all ranks.
+
+        Repeated ones too.
+        """
         dropped = max(0, self.samples - self.samples_per_rank * self.world_size)
         if self.drop_last:
             dropped += self.samples_per_rank % self.batch_size * self.world_size
@@ -140,15 +160,14 @@ class TrainingPlan:
         return ceil(self.micro_batches_per_epoch, self.n)
 
     @property
-    def phases(self) -> list[tuple[int, int | None]]:
-        """N, and for how many epochs in a row it holds; None for no end."""
+    def phases(self) -> list[Phase]:
+        """The epochs by their N, in order."""
         *others, last = self.accumulate[: self.epochs]
-        found: list[tuple[int, int | None]] = [(n, 1) for n in others]
-        if self.epochs is None:
-            found.append((last, None))
-        else:
-            found.append((last, self.epochs - len(others)))
-        return found
+        found = [Phase(n, 1) for n in others]
+        left = None
+        if self.epochs is not None:
+            left = self.epochs - len(others)
+        return [*found, Phase(last, left)]
 
     @property
     def naive_steps(self) -> int:
@@ -164,7 +183,7 @@ class TrainingPlan:
             limits.append(of_epochs)
         return min(limits)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The inputs, then what follows from them under every backend."""
         return dataclasses.asdict(self) | {
             "accumulate": self.n,

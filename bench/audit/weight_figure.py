@@ -1,4 +1,7 @@
-"""The figure of a scenario's weight maps: one strip for each distinct map, updates downwards, samples to the right."""
+"""The figure of a scenario's weight maps: a strip for each distinct map.
+
+Updates go downwards, samples to the right.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import matplotlib.style
 import numpy as np
@@ -17,6 +20,7 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from numpy.typing import NDArray
 
 from bench.audit.conformance import TOLERANCE, summary
 from bench.audit.decoded_scenario import UpdateRecord
@@ -50,21 +54,31 @@ COLOURS = LinearSegmentedColormap.from_list("weights", SHADES, N=1025)
 """Dark grey where a weight is right (within 1 %), blue and paler below, orange to deep red above.
 """
 LOST, LEFT_OPEN, NOT_COMPUTED = "lost", "left_open", "not computed"
-SIGNS: dict[str, tuple[dict[str, Any], str]] = {
-    LOST: (
+
+
+class Sign(NamedTuple):
+    """A mark below a map for samples that are in no update."""
+
+    look: dict[str, Any]
+    """Arguments of matplotlib's ``plot``."""
+    meaning: str
+
+
+SIGNS = {
+    LOST: Sign(
         {"marker": "x", "color": "#D55E00"},
         "in no update, although updates or a checkpoint followed",
     ),
-    LEFT_OPEN: (
+    LEFT_OPEN: Sign(
         {"marker": "o", "color": "#0072B2"},
         "in no update at the end of training: left open",
     ),
-    NOT_COMPUTED: (
+    NOT_COMPUTED: Sign(
         {"marker": ".", "color": "#888888"},
         "no loss computed: dropped, not reached, or raised",
     ),
 }
-"""Marks below a map for the samples that are in no update, and what they mean."""
+"""By what became of the samples."""
 ENDED: dict[str, Any] = {"facecolor": "#f0f0f0", "edgecolor": "#cccccc", "hatch": "////", "lw": 0}
 """Where one training had ended while another went on."""
 
@@ -87,8 +101,10 @@ class WeightMap:
     @cached_property
     def known(self) -> set[Place]:
         """The samples of which a loss was computed."""
-        in_updates = {(epoch, sample) for _, epoch, sample in self.weights}
-        return in_updates | _places(self.first["lost"]) | _places(self.first["left_open"])
+        found = _places(self.first["lost"]) | _places(self.first["left_open"])
+        for _, epoch, sample in self.weights:
+            found.add((epoch, sample))
+        return found
 
     @property
     def epochs(self) -> int:
@@ -124,8 +140,11 @@ class WeightMap:
             first = int(np.flatnonzero(sums == sums.max())[0])
         return range(first, first + length)
 
-    def image(self, updates: int, epochs: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """The weights by update and by sample of each epoch in turn; NaN where a sample is not in the update."""
+    def image(self, updates: int, epochs: int) -> NDArray[np.float64]:
+        """The weights by update and by sample of each epoch in turn.
+
+        NaN where a sample is not in the update.
+        """
         samples = self.first["scenario"]["samples"]
         drawn = self.drawn(updates, epochs)
         values = np.full((len(drawn), epochs * samples), np.nan)
@@ -136,14 +155,19 @@ class WeightMap:
 
 
 def distinct_maps(observations: Sequence[Observation]) -> list[WeightMap]:
-    """The distinct maps in the order of their first backends; observations without an update are left out."""
+    """The distinct maps in the order of their first backends.
+
+    Observations without an update are left out.
+    """
     maps: list[WeightMap] = []
     for observation in observations:
-        known = next((known for known in maps if _alike(known.first, observation)), None)
-        if known is not None:
-            known.observations.append(observation)
-        elif observation["updates"]:
-            maps.append(WeightMap([observation]))
+        for known in maps:
+            if _alike(known.first, observation):
+                known.observations.append(observation)
+                break
+        else:
+            if observation["updates"]:
+                maps.append(WeightMap([observation]))
     return maps
 
 
@@ -177,7 +201,10 @@ def _places(by_epoch: Mapping[str, Sequence[int]]) -> set[Place]:
 def weight_figure(
     observations: Sequence[Observation], *, footer: str = ""
 ) -> tuple[Figure, FigureWords] | None:
-    """All weight maps of one scenario, with the words around them; None if no backend made an update."""
+    """All weight maps of one scenario, with the words around them.
+
+    None if no backend made an update.
+    """
     every = distinct_maps(observations)
     if not every:
         return None
@@ -216,7 +243,8 @@ def _notes(observations: Sequence[Observation], undrawn: Sequence[WeightMap]) ->
         left_out += found.observations
     without = [observation for observation in observations if not observation["updates"]]
     notes = [
-        "A row is an update, and a column a sample. At the right: the sum of the update's coefficients."
+        "A row is an update, and a column a sample. At the right: the sum of the update's "
+        "coefficients."
     ]
     for what, some_of_them in (("Not drawn", left_out), ("Without an update", without)):
         for outcome, names in _outcomes(some_of_them):
@@ -227,8 +255,10 @@ def _notes(observations: Sequence[Observation], undrawn: Sequence[WeightMap]) ->
 
 
 def _outcomes(observations: Sequence[Observation]) -> list[tuple[str, str]]:
-    """What happened, as two findings with their numbers and the number of others, and under which backends."""
-    pairs = ((some(summary(seen)), style.clean(seen["backend"])) for seen in observations)
+    """What happened, as a summary of findings, and under which backends."""
+    pairs = []
+    for seen in observations:
+        pairs.append((some(summary(seen)), style.clean(seen["backend"])))
     return [(outcome, ", ".join(names)) for outcome, names in grouped(pairs).items()]
 
 
@@ -281,10 +311,12 @@ def _title(found: WeightMap, updates: int, epochs: int) -> list[str]:
 def _marks(found: WeightMap, epochs: int) -> dict[str, list[int]]:
     """Columns of the samples that are in no update, by what became of them."""
     samples = found.first["scenario"]["samples"]
-    marks = {}
+    marks: dict[str, list[int]] = {}
     for name, places in found.in_no_update.items():
-        drawn = [(epoch, sample) for epoch, sample in sorted(places) if epoch < epochs]
-        marks[name] = [epoch * samples + sample for epoch, sample in drawn]
+        marks[name] = []
+        for epoch, sample in sorted(places):
+            if epoch < epochs:
+                marks[name].append(epoch * samples + sample)
     return marks
 
 
@@ -307,7 +339,7 @@ def _draw(axes: Axes, found: WeightMap, updates: int, epochs: int) -> None:
     size = min(4.0, 0.8 * 72 * FULL * 0.85 / values.shape[1])
     for name, columns in marks.items():
         rows = [last + 1] * len(columns)
-        axes.plot(columns, rows, linestyle="none", markersize=size, **SIGNS[name][0])
+        axes.plot(columns, rows, linestyle="none", markersize=size, **SIGNS[name].look)
     axes.set_yticks(range(1, len(names) + 1), names, size=TINY)
     axes.set(xticks=[], xlim=(-0.5, right), ylim=(len(names) + 0.5, 0.5))
     axes.tick_params(length=0, pad=2)
@@ -317,7 +349,7 @@ def _draw(axes: Axes, found: WeightMap, updates: int, epochs: int) -> None:
     axes.set_title(title, loc="left", size=TINY, pad=2, linespacing=1.15)
 
 
-def _draw_weights(axes: Axes, values: np.ndarray[Any, np.dtype[np.float64]]) -> None:
+def _draw_weights(axes: Axes, values: NDArray[np.float64]) -> None:
     """The weights as colours, with a line between two updates."""
     last, right = len(values), values.shape[1] - 0.5
     lowest = 1 / COLOUR_LIMIT
@@ -379,9 +411,10 @@ def _legend_keys(maps: Sequence[WeightMap], epochs: int) -> list[Key]:
     keys: list[Key] = [
         (Patch(facecolor=RIGHT_COLOUR), "the right weight, within 1 %; blank: not in the update")
     ]
-    for name, (look, label) in SIGNS.items():
+    for name, sign in SIGNS.items():
         if any(_marks(found, epochs)[name] for found in maps):
-            keys.append((Line2D([], [], linestyle="none", markersize=4.5, **look), label))
+            mark = Line2D([], [], linestyle="none", markersize=4.5, **sign.look)
+            keys.append((mark, sign.meaning))
     if any(found.epochs < epochs for found in maps):
         keys.append((Patch(**ENDED), "training had ended"))
     return keys

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         command = command[1:]
     if not command:
         raise InputError("audit: name the training command after --")
-    with _folder() as name:
+    with audited_command.records_folder("audit") as name:
         status = audited_command.run(command, Path(name), arguments.updates, quiet=arguments.json)
         nothing = audited_command.why_nothing(Path(name))
         ranks, others = audited_command.read(Path(name))
@@ -84,14 +83,3 @@ def run(arguments: argparse.Namespace) -> int:
     if any(found.level is Level.ERROR for found in audit.findings):
         return BAD
     return GOOD if audit.is_judged else UNCHECKED
-
-
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    """Where processes write their records."""
-    try:
-        return tempfile.TemporaryDirectory(prefix="bench-audit-")
-    except OSError as error:
-        place = tempfile.tempdir or "TMPDIR"
-        raise InputError(
-            f"audit: no folder for records in {place} (TMPDIR): {error.strerror}"
-        ) from error

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 from bench.audit.command.gradient_weights import (
     ExplainedGradient,
@@ -17,7 +16,7 @@ from bench.audit.command.loss_scale import described
 from bench.audit.command.optimizer_audit import OptimizerAudit, pattern
 from bench.audit.command.training_audit import NOT_JUDGED, TrainingAudit
 from bench.audit.command.update_windows import counts_of
-from bench.findings import Level
+from bench.findings import Finding, Level
 
 MARKS = {Level.ERROR: "x", Level.WARNING: "!", Level.NOTE: "-", Level.GOOD: "-"}
 MOST_RANKS = 3
@@ -46,7 +45,9 @@ def _judged(audit: TrainingAudit, optimizer: OptimizerAudit) -> str:
     """Which updates of an optimizer are judged."""
     judged = len(optimizer.mine)
     total = audit.num_updates(optimizer.number)
-    which = f"updates 1 to {judged}" if judged > 1 else "update 1"
+    which = "update 1"
+    if judged > 1:
+        which = f"updates 1 to {judged}"
     if total is None:
         which += " (how many there are is not known)"
     elif total > judged:
@@ -58,13 +59,14 @@ def _judged(audit: TrainingAudit, optimizer: OptimizerAudit) -> str:
 
 def evidence(audit: TrainingAudit) -> dict[str, str]:
     """What was seen, by name."""
-    facts = [f"{name} {fact}".strip() for name, fact in audit.first.facts.items()]
     shown = {
         "ranks": f"{len(audit.ranks)} of {audit.first.world}",
-        "wrappers": ", ".join(facts) or "none",
+        "wrappers": wrappers(audit.first.facts),
     }
     for optimizer in audit.optimizers[:MOST_OPTIMIZERS]:
-        name = "updates" if optimizer is audit.optimizers[0] else f"updates {optimizer.number + 1}"
+        name = "updates"
+        if optimizer is not audit.optimizers[0]:
+            name += f" {optimizer.number + 1}"
         counts = pattern(counts_of(optimizer.mine))
         update = optimizer.mine[:2][-1]  # the first may be a special one
         shown[name] = f"{counts} backwards; events {update.events}; {optimizer.title()}"
@@ -78,6 +80,12 @@ def evidence(audit: TrainingAudit) -> dict[str, str]:
     shown["sampled"] = f"{len(audit.first.leaves)} of {audit.first.num_leaves} parameters"
     shown["not seen"] = NOT_LOOKED_AT
     return shown
+
+
+def wrappers(facts: Mapping[str, str]) -> str:
+    """Wrappers and engines, with what each was asked for."""
+    shown = [f"{name} {fact}".strip() for name, fact in facts.items()]
+    return ", ".join(shown) or "none"
 
 
 def _weights(audit: TrainingAudit, optimizer: OptimizerAudit) -> dict[str, str]:
@@ -106,7 +114,9 @@ def _numbers(weights: list[Weight], losses: Mapping[Place, float | None]) -> str
     numbers = []
     for found in weights[:MOST_WEIGHTS]:
         weight = losses.get(found.place)
-        numbers.append(f"{found.weight if weight is None else weight:.4f}")
+        if weight is None:
+            weight = found.weight
+        numbers.append(f"{weight:.4f}")
     if len(weights) > MOST_WEIGHTS:
         numbers.append("...")
     return " ".join(numbers)
@@ -115,7 +125,10 @@ def _numbers(weights: list[Weight], losses: Mapping[Place, float | None]) -> str
 def _loss_weights(
     optimizer: OptimizerAudit, gradient: ExplainedGradient
 ) -> dict[Place, float | None]:
-    """What the main loss of a micro-batch weighs in a gradient, by rank and micro-batch; empty if not known."""
+    """What the main loss of a micro-batch weighs in a gradient, by rank and micro-batch.
+
+    Empty if not known.
+    """
     found: dict[Place, float | None] = {}
     if optimizer.scale is None:
         return found
@@ -130,12 +143,19 @@ def _loss_weights(
 
 def screen(audit: TrainingAudit) -> list[str]:
     """The screen: the verdict first, then the evidence."""
-    lines = [f"{'verdict':9} {headline(audit)}"]
-    for found in audit.findings[:MOST_FINDINGS]:
+    return lines_of(headline(audit), audit.findings, evidence(audit), MOST_FINDINGS)
+
+
+def lines_of(
+    verdict: str, findings: Sequence[Finding], shown: Mapping[str, str], most: int
+) -> list[str]:
+    """A verdict, at most so many of its findings, and the evidence."""
+    lines = [f"{'verdict':9} {verdict}"]
+    for found in findings[:most]:
         lines.append(f"  {MARKS[found.level]} {found.topic}: {found.text}")
-    if len(audit.findings) > MOST_FINDINGS:
-        lines.append(f"  ... {len(audit.findings) - MOST_FINDINGS} more with --json")
-    for name, text in evidence(audit).items():
+    if len(findings) > most:
+        lines.append(f"  ... {len(findings) - most} more with --json")
+    for name, text in shown.items():
         lines.append(f"{name:9} {text}")
     return lines
 
@@ -178,7 +198,7 @@ def weight_rows(audit: TrainingAudit) -> list[WeightRow]:
     return rows
 
 
-def document(audit: TrainingAudit, status: int) -> dict[str, Any]:
+def document(audit: TrainingAudit, status: int) -> dict[str, object]:
     """The same as data."""
     return {
         "verdict": audit.verdict,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from bench.audit.command.foreground import run_in_foreground
 from bench.audit.command.recorded_events import RecordedRank, parse_line
@@ -14,42 +16,68 @@ from bench.errors import InputError
 from bench.files import python_path
 
 SITE = Path(__file__).resolve().parent / "site"
-NOTHING = {
-    "python": "no Python process of the command loaded the recorder (python -I and -E ignore PYTHONPATH)",
-    "torch": "no Python process of the command imported torch",
-    "jsonl": "no process of the command ran a backward of torch",
-}
-"""What it means that no file has such an ending."""
+RECORDS = {"audit": "jsonl", "invariance": "states"}
+"""By the command that asks, the ending of the files that its recorder writes."""
 
 
-def environment(folder: Path, updates: int) -> dict[str, str]:
-    """The environment of processes that record their updates in ``folder``."""
-    asked = {"BENCH_AUDIT_FOLDER": str(folder), "BENCH_AUDIT_UPDATES": str(updates)}
-    return os.environ | {"PYTHONPATH": python_path(SITE)} | asked
-
-
-def run(command: Sequence[str], folder: Path, updates: int, *, quiet: bool) -> int:
-    """Run it and return its exit status, as a shell gives it; ``quiet`` sends its output to stderr."""
-    output = sys.stderr if quiet else None
+def records_folder(asked: str) -> TemporaryDirectory[str]:
+    """Where processes write their records. Raises InputError if there can be none."""
     try:
-        status = run_in_foreground(command, environment(folder, updates), output)
+        return TemporaryDirectory(prefix=f"bench-{asked}-")
     except OSError as error:
-        raise InputError(f"audit: {command[0]}: {error.strerror}") from error
-    return 128 - status if status < 0 else status
+        place = tempfile.tempdir or "TMPDIR"
+        text = f"{asked}: no folder for records in {place} (TMPDIR): {error.strerror}"
+        raise InputError(text) from error
 
 
-def why_nothing(folder: Path) -> str:
-    """Why no process has recorded a backward; empty if one has."""
-    for ending, text in NOTHING.items():
+def environment(folder: Path, updates: int, asked: str = "audit") -> dict[str, str]:
+    """The environment of processes that record updates in ``folder``, for a command of ours."""
+    return os.environ | {
+        "PYTHONPATH": python_path(SITE),
+        "BENCH_AUDIT_FOLDER": str(folder),
+        "BENCH_AUDIT_UPDATES": str(updates),
+        "BENCH_AUDIT_FOR": asked,
+    }
+
+
+def run(
+    command: Sequence[str], folder: Path, updates: int, *, quiet: bool, asked: str = "audit"
+) -> int:
+    """Run it and return its exit status, as a shell gives it; ``quiet`` sends its output to stderr.
+
+    ``asked`` is the command of ours that asks for records. Raises InputError.
+    """
+    output = None
+    if quiet:
+        output = sys.stderr
+    try:
+        status = run_in_foreground(command, environment(folder, updates, asked), output)
+    except OSError as error:
+        raise InputError(f"{asked}: {command[0]}: {error.strerror}") from error
+    if status < 0:
+        return 128 - status
+    return status
+
+
+def why_nothing(folder: Path, asked: str = "audit") -> str:
+    """Why no process has written a record; empty if one has."""
+    reasons = {
+        "python": "no Python process of the command loaded the recorder "
+        "(python -I and -E ignore PYTHONPATH)",
+        "torch": "no Python process of the command imported torch",
+        RECORDS[asked]: "no process of the command ran a backward of torch",
+    }
+    for ending, text in reasons.items():
         if not any(folder.glob(f"*.{ending}")):
             return text
     return ""
 
 
 def read(folder: Path) -> tuple[dict[int, RecordedRank], int]:
-    """The ranks of the training with the most updates, and how many processes trained apart from it.
+    """The ranks of the training with most updates, and how many processes trained apart from it.
 
-    A command may train several times, and a launcher may restart its ranks: the last of equals is taken.
+    A command may train several times, and a launcher may restart its ranks: the last of equals is
+    taken.
     """
     paths = sorted(folder.glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
     ranks = []
@@ -73,7 +101,10 @@ def _num_steps_of_all(ranks: Mapping[int, RecordedRank]) -> int:
 
 
 def _read_rank(path: Path) -> RecordedRank | None:
-    """What a process has recorded; None if nothing. A process that was killed may have cut off its last line."""
+    """What a process has recorded; None if nothing.
+
+    A process that was killed may have cut off its last line.
+    """
     rank: RecordedRank | None = None
     events = []
     is_cut = False

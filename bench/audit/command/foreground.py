@@ -1,9 +1,9 @@
-"""Runs a command as a shell does: it gets the terminal, and every signal that is sent to this process.
+"""Runs a command as a shell does: it gets the terminal, and the signals sent to this process.
 
-The command has a process group of its own, which is the foreground of the terminal if this process was. So a signal of
-the terminal reaches it without us, and one that is sent to this process, or to the group that it would have been in,
-reaches it once. What is left of its group when a signal has ended the command gets that signal, too, since it would
-have been an orphan.
+The command has a process group of its own, which is the foreground of the terminal if this process
+was. So a signal of the terminal reaches it without us, and one that is sent to this process, or to
+the group that it would have been in, reaches it once. What is left of its group when a signal has
+ended the command gets that signal, too, since it would have been an orphan.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ def run_in_foreground(
 
 
 def _wait(process: subprocess.Popen[bytes], terminal: int | None) -> int:
-    """Wait as long as it takes. Where the terminal stops the command, this process stops until it goes on."""
+    """Wait as long as it takes.
+
+    Where the terminal stops the command, this process stops until it goes on.
+    """
     while True:
         _, status = os.waitpid(process.pid, os.WUNTRACED)
         if not os.WIFSTOPPED(status):
@@ -89,7 +92,10 @@ def _end_group(group: int, number: int) -> None:
 
 
 def _send(process: int, number: int) -> None:
-    """To the command, or to its whole group where a terminal would: a shell waits for its child before it ends."""
+    """To the command, or to its whole group where a terminal would.
+
+    A shell waits for its child before it ends.
+    """
     with contextlib.suppress(ProcessLookupError):
         if number in OF_TERMINALS:
             os.killpg(process, number)
@@ -99,7 +105,10 @@ def _send(process: int, number: int) -> None:
 
 @contextlib.contextmanager
 def _terminal() -> Iterator[int | None]:
-    """The terminal whose foreground this process is; None if it is in no foreground. It gets it back at the end."""
+    """The terminal whose foreground this process is; None if it is in no foreground.
+
+    It gets it back at the end.
+    """
     try:
         terminal = os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC)
     except OSError:

@@ -1,14 +1,15 @@
-"""What each micro-batch weighs in the gradient of each update, by least squares over sampled coordinates.
+"""What each micro-batch weighs in an update's gradient: least squares over coordinates.
 
-The gradient that an optimizer uses of a parameter is y = sum of c_j g_j, with g_j the micro-gradient that backward j
-added on some rank, or what was left of an earlier gradient. All are known at some coordinates, so the c_j are the
-solution of an overdetermined linear system. Its residual tells whether y is such a sum at all. The standard error of a
-coefficient is s sqrt(((A'A)^-1)_jj) with s^2 = |r|^2 / (m - n) for m coordinates and n columns (Björck, Numerical
-Methods for Least Squares Problems, 1996, section 1.1.4); its diagonal has the squared lengths of the rows of A's
-pseudo-inverse.
+The gradient that an optimizer uses of a parameter is y = sum of c_j g_j, with g_j the
+micro-gradient that backward j added on some rank, or what was left of an earlier gradient. All are
+known at some coordinates, so the c_j are the solution of an overdetermined linear system. Its
+residual tells whether y is such a sum at all. The standard error of a coefficient is s
+sqrt(((A'A)^-1)_jj) with s^2 = |r|^2 / (m - n) for m coordinates and n columns (Björck, Numerical
+Methods for Least Squares Problems, 1996, section 1.1.4); its diagonal has the squared lengths of
+the rows of A's pseudo-inverse.
 
-All parameters of an optimizer are solved together first. Where that leaves a residual at one of them, each is solved
-by itself, and those with the same coefficients are put together again.
+All parameters of an optimizer are solved together first. Where that leaves a residual at one of
+them, each is solved by itself, and those with the same coefficients are put together again.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ SINGULAR = 1e-5
 TOLERANCE = 0.02
 """Weights are told apart if they differ by more, relative to the largest."""
 ABSENT = 1e-3
-"""A smaller weight is 0, relative to the largest, or one that is not larger than some of its standard errors."""
+"""A smaller weight is 0, relative to the largest, or one that is not larger than some of its
+standard errors."""
 ERRORS = 10
 EXPLAINED = 0.05
-"""The largest relative residual of a sum of micro-gradients: that of 256 in bf16 is 0.02, in fp32 it is near 1e-7."""
+"""The largest relative residual of a sum of micro-gradients: that of 256 in bf16 is 0.02, in
+fp32 it is near 1e-7."""
 SAME = 1e-3
-"""A parameter whose residual is smaller has the coefficients of the others; one in bf16 may have more."""
+"""A parameter whose residual is smaller has the coefficients of the others; one in bf16 may have
+more."""
 COPY = 1e-5
 """Micro-gradients of two ranks that differ by less, relative to their length, are the same."""
 Place = tuple[int, int]
@@ -178,7 +182,9 @@ class _Equation:
     def column(self, place: Place) -> Vector:
         """A micro-gradient; 0 where that backward has not reached the parameter."""
         found = self.columns.get(place)
-        return np.zeros(len(self.right)) if found is None else found
+        if found is None:
+            return np.zeros(len(self.right))
+        return found
 
     def block(self, places: Sequence[Place]) -> Vector:
         """The columns of some backwards, and of what was left: [coordinate, column]."""
@@ -211,10 +217,13 @@ class _Group:
 
 
 def fit(columns: Vector, right: Vector) -> tuple[Vector, Vector, float]:
-    """Coefficients, their standard errors, and the relative residual. Raises ValueError if there is no fit.
+    """Coefficients, their standard errors, and the relative residual.
 
-    Columns are scaled to length 1 first: micro-gradients differ in length, and singular values are to show directions.
-    A column of zeros, or one that cannot be told apart from others, has an infinite error.
+    Raises ValueError if there is no fit.
+
+    Columns are scaled to length 1 first: micro-gradients differ in length, and singular values are
+    to show directions. A column of zeros, or one that cannot be told apart from others, has an
+    infinite error.
     """
     if not (np.isfinite(right).all() and np.isfinite(columns).all()):
         raise ValueError("gradients are not finite")
@@ -232,7 +241,10 @@ def fit(columns: Vector, right: Vector) -> tuple[Vector, Vector, float]:
     errors = np.linalg.norm(inverse, axis=1) * rest / (rows - count) ** 0.5
     errors[np.diag(inverse @ scaled) < 1 - 1e-6] = np.inf
     size = np.linalg.norm(right)
-    return solution / lengths, errors / lengths, float(rest / size) if size else 0.0
+    share = 0.0
+    if size:
+        share = float(rest / size)
+    return solution / lengths, errors / lengths, share
 
 
 def explain(
@@ -301,7 +313,7 @@ def leaves_of(
 
 
 def replica_groups(leaves: Mapping[int, RecordedLeaf]) -> list[tuple[int, ...]]:
-    """Ranks with the same part of a parameter, and the same values in it when the training began."""
+    """Ranks with the same part of a parameter, and the same values in it at the start."""
     groups: list[list[int]] = []
     for rank, leaf in leaves.items():
         for group in groups:
@@ -381,7 +393,10 @@ def _solve(equations: list[_Equation], found: Explained) -> list[_Group]:
 
 
 def _apart(equations: Sequence[_Equation], found: Explained) -> list[_Group]:
-    """Each parameter is solved by itself, the largest first; others that the solution explains join it."""
+    """Each parameter is solved by itself, the largest first.
+
+    Others that the solution explains join it.
+    """
     groups: list[_Group] = []
     waiting: list[_Equation] = []
     for equation in sorted(equations, key=lambda equation: -len(equation.right)):
@@ -426,7 +441,10 @@ def _join_nearest(equation: _Equation, groups: Sequence[_Group], found: Explaine
 
 
 def _together(equations: Sequence[_Equation]) -> _Solution:
-    """Least squares over all of these. Micro-gradients that are the same on several ranks are one column."""
+    """Least squares over all of these.
+
+    Micro-gradients that are the same on several ranks are one column.
+    """
     places: set[Place] = set()
     for equation in equations:
         places.update(equation.columns)

@@ -1,4 +1,4 @@
-"""Whether packages that an audited training has imported are known to accumulate wrongly with its settings."""
+"""Whether packages of an audited training are known to accumulate wrongly as it is set up."""
 
 from __future__ import annotations
 

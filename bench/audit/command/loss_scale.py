@@ -1,11 +1,12 @@
 """Whether the weights of the losses of an update sum to 1, and if not, to what.
 
-The criterion of a micro-batch is a mean or sum of terms. A hook on its autograd node reads its factor f in the loss
-that backward was called with, so c f, times the number of terms of a sum, is what the mean loss of that micro-batch
-weighs in the gradient. With N micro-batches on each of W ranks these weights are 1 / (N W) if all is right, and sum to
-1. They sum to N if the loss is not divided, to 1 / N if it is divided twice, to n / N in a window of n micro-batches
-where others have N, and to W or 1 / W if ranks are summed or averaged once too often. A loss may have any other factor
-on purpose, so nothing else is called wrong, and a wrong factor must be that of every update.
+The criterion of a micro-batch is a mean or sum of terms. A hook on its autograd node reads its
+factor f in the loss that backward was called with, so c f, times the number of terms of a sum, is
+what the mean loss of that micro-batch weighs in the gradient. With N micro-batches on each of W
+ranks these weights are 1 / (N W) if all is right, and sum to 1. They sum to N if the loss is not
+divided, to 1 / N if it is divided twice, to n / N in a window of n micro-batches where others have
+N, and to W or 1 / W if ranks are summed or averaged once too often. A loss may have any other
+factor on purpose, so nothing else is called wrong, and a wrong factor must be that of every update.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ def described(criterion: RecordedCriterion | None) -> str:
 
 
 def hook_factor(backward: RecordedBackward) -> float | None:
-    """By what hooks have multiplied the gradient on its way to the parameters; None if that is no single factor."""
+    """By what hooks have multiplied the gradient on its way to the parameters.
+
+    None if that is no single factor.
+    """
     factors = []
     for hook in backward.hooks:
         if not _changes(hook):
@@ -85,7 +89,10 @@ def _changes(hook: RecordedHook) -> bool:
 
 
 def _factor_of(hook: RecordedHook) -> float | None:
-    """What a hook has multiplied a gradient by; None if it has done something else, or was given a parameter's."""
+    """What a hook has multiplied a gradient by.
+
+    None if it has done something else, or was given a parameter's.
+    """
     if hook.is_parameter or hook.before is None or hook.after is None:
         return None
     nonzero = hook.before != 0
@@ -98,7 +105,10 @@ def _factor_of(hook: RecordedHook) -> float | None:
 
 
 def weight_of(criterion: RecordedCriterion, coefficient: float) -> float | None:
-    """What the mean of its terms weighs, by the weight of the micro-gradient; None if that is not visible."""
+    """What the mean of its terms weighs, by the weight of the micro-gradient.
+
+    None if that is not visible.
+    """
     if criterion.seed is None or not criterion.is_even:
         return None
     if criterion.reduction in ("mean", "terms"):
@@ -223,7 +233,10 @@ class CountedUpdate:
 
     @property
     def has_one_sequence_each(self) -> bool:
-        """Whether no micro-batch is seen to have several: a mean may weigh sequences alike on purpose."""
+        """Whether no micro-batch is seen to have several.
+
+        A mean may weigh sequences alike on purpose.
+        """
         return all(loss.rows is None or loss.rows <= 1 for loss in self.losses)
 
     def differs_within_a_rank(self) -> bool:
@@ -248,7 +261,8 @@ class LossScale:
     label: str = ""
     """The optimizer, where there are several."""
     status: str = "unknown"
-    """``right``, ``main`` if only for the main loss, ``sum`` if weights sum to something else, or ``unknown``."""
+    """``right``, ``main`` if only for the main loss, ``sum`` if weights sum to something else,
+    or ``unknown``."""
     total: float | None = None
     """What the weights sum to in most updates."""
     weighed: list[WeighedUpdate] = field(default_factory=list)
@@ -264,8 +278,10 @@ class LossScale:
             count = micro_batches(update, self._ratio)
             if count:
                 known.append(count)
-        self.usual = mode(sorted(known)) if known else 0
+        self.usual = 0
         """Micro-batches of most updates; 0 if that is not visible."""
+        if known:
+            self.usual = mode(sorted(known))
 
     def findings(self) -> Iterator[Finding]:
         """What the weights sum to, and whether all terms weigh the same."""
@@ -290,7 +306,10 @@ class LossScale:
         yield from self._of_terms()
 
     def _main_gradients(self) -> list[ExplainedGradient]:
-        """Of each update and rank the one of most parameters: that others differ is said elsewhere."""
+        """Of each update and rank the one of most parameters.
+
+        That others differ is said elsewhere.
+        """
         found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], ExplainedGradient] = {}
         for gradient in self.gradients:
             largest = found.get(gradient.owner)
@@ -333,7 +352,10 @@ class LossScale:
                 yield self._of_joined(backward)
 
     def _of_joined(self, backward: RecordedBackward) -> str:
-        text = "the loss joins rows that have a gradient with others that have none, as a cache of features does"
+        text = (
+            "the loss joins rows that have a gradient with others that have none, as a cache of "
+            "features does"
+        )
         if not backward.covered:
             return text
         sums = []
@@ -350,7 +372,10 @@ class LossScale:
     # What weights sum to
 
     def _totals(self) -> dict[int, float] | str:
-        """By update what the weights of the main loss sum to, of replicas the one farthest from 1; or why not."""
+        """By update what the weights of the main loss sum to, or why that is not known.
+
+        Of replicas it is the one farthest from 1.
+        """
         totals: dict[int, float] = {}
         for weighed in self.weighed:
             total = self._total(weighed)
@@ -365,7 +390,9 @@ class LossScale:
         """The same of one gradient."""
         main = weighed.main
         if not main:
-            criterion = weighed.losses[0].criterion if weighed.losses else None
+            criterion = None
+            if weighed.losses:
+                criterion = weighed.losses[0].criterion
             return f"no mean over a visible number of terms: {described(criterion)}"
         sums = []
         for kind in main:
@@ -379,7 +406,10 @@ class LossScale:
         return self._of_kinds(main, sums)
 
     def _of_kinds(self, main: list[Kind], sums: list[float]) -> float | str:
-        """The sum of several kinds of losses: 1 if each has 1, or all together; or why that is not judged."""
+        """The sum of several kinds of losses, or why that is not judged.
+
+        It is 1 if each has 1, or all together.
+        """
         worst = max(sums, key=lambda total: abs(total - 1))
         if len(main) == 1 or self._is_one(worst):
             return worst
@@ -397,7 +427,10 @@ class LossScale:
         return f"the loss has several terms, whose weights sum to {parts}"
 
     def _of_places(self, weighed: WeighedUpdate, kind: Kind, total: float) -> float:
-        """Where backwards at several places each sum to 1, the batch has several losses, each with a right weight."""
+        """1 where backwards at several places each sum to 1.
+
+        Then the batch has several losses, each with a right weight.
+        """
         lines = weighed.lines(kind)
         if self._is_one(total) or len(lines) == 1:
             return total
@@ -410,7 +443,9 @@ class LossScale:
         return 1.0
 
     def _is_one(self, total: float) -> bool:
-        return abs(total - 1) <= (NEAR_IN_LOW_PRECISION if self.is_low else TOLERANCE)
+        if self.is_low:
+            return abs(total - 1) <= NEAR_IN_LOW_PRECISION
+        return abs(total - 1) <= TOLERANCE
 
     def _of_totals(self, sums: dict[int, float]) -> Iterator[Finding]:
         self.total = median(sums.values())
@@ -452,7 +487,9 @@ class LossScale:
         if shown > self.usual:
             topic, shown = "overfull window", max(counts.values())
         which = ", ".join(str(number + 1) for number in sorted(counts)[:4])
-        subject = f"updates {which} have" if len(counts) > 1 else f"update {which} has"
+        subject = f"update {which} has"
+        if len(counts) > 1:
+            subject = f"updates {which} have"
         text = f"{subject} {shown} micro-batches where others have {self.usual}: {example}"
         return self._accuse(topic, text, [self._mine[min(counts)].step.place])
 
@@ -504,7 +541,9 @@ class LossScale:
         if doubt:
             return f"this may be meant, {doubt}"
         total = wrong[min(wrong)]
-        steps = round(1 / total) if total else 0
+        steps = 0
+        if total:
+            steps = round(1 / total)
         if self.usual == 1 and steps > 1 and abs(total * steps - 1) < NEAR:
             text = f"a step at each micro-batch, as if {steps} were to be accumulated"
             num_clipped = 0
@@ -516,14 +555,19 @@ class LossScale:
         return "this may be meant"
 
     def _equals(self, wrong: dict[int, float], expected: Mapping[int, float]) -> bool:
-        near = NEAR_IN_LOW_PRECISION if self.is_low else NEAR
+        near = NEAR
+        if self.is_low:
+            near = NEAR_IN_LOW_PRECISION
         for number, total in wrong.items():
             if not expected[number] or abs(total / expected[number] - 1) >= near:
                 return False
         return True
 
     def _doubt_of_parts(self, wrong: dict[int, float]) -> str:
-        """Why backwards may be parts of a loss: only the right sum needs no proof that they are micro-batches."""
+        """Why backwards may be parts of a loss.
+
+        Only the right sum needs no proof that they are micro-batches.
+        """
         for gradient in self.gradients:
             if not all(found.is_present for found in gradient.weights):
                 return "since some backwards are not in the gradient"
@@ -584,7 +628,7 @@ class LossScale:
     # Terms
 
     def _of_terms(self) -> Iterator[Finding]:
-        """Whether the terms of an update weigh the same, where micro-batches have different numbers of them."""
+        """Whether an update's terms weigh the same, where micro-batches differ in their number."""
         uneven = []
         num_exact = 0
         for weighed in self.weighed:
@@ -616,8 +660,10 @@ class LossScale:
             may_be_meant = may_be_meant and counted.has_one_sequence_each
         num_updates = len(updates_with(weighed.gradient for weighed in self.weighed))
         text = (
-            f"micro-batches of an update have from {min(sizes):.0f} to {max(sizes):.0f} terms, and weights do not "
-            f"follow them: the gradient is off by {max(deviations):.0%} ({len(updates)} of {num_updates} updates)"
+            f"micro-batches of an update have from {min(sizes):.0f} to {max(sizes):.0f} terms, "
+            "and weights do not "
+            f"follow them: the gradient is off by {max(deviations):.0%} ({len(updates)} of "
+            f"{num_updates} updates)"
         )
         if may_be_meant:
             text += "; each may be one sequence, and sequences may be meant to weigh alike"
@@ -643,7 +689,7 @@ class LossScale:
         return counted
 
     def _deviation(self, counted: CountedUpdate) -> float:
-        """Of the gradient from one in which all terms weigh the same, relative to the norm of that."""
+        """Of the gradient from one in which all terms weigh the same, relative to its norm."""
         differences, exact = [], []
         for name in counted.weighed.gradient.leaves:
             actual, right = self._with_equal_terms(counted, name)

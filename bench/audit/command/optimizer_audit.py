@@ -50,7 +50,9 @@ def names(leaves: list[str]) -> str:
     """The first few parameters."""
     more = len(leaves) - MOST_NAMES
     text = ", ".join(leaves[:MOST_NAMES])
-    return f"{text} and {more} more" if more > 0 else text
+    if more > 0:
+        text += f" and {more} more"
+    return text
 
 
 class OptimizerAudit:
@@ -143,7 +145,10 @@ class OptimizerAudit:
     # What ranks do differently
 
     def drifts(self, name: str) -> bool | None:
-        """Whether replicas of a parameter end with different values; None if that cannot be seen."""
+        """Whether replicas of a parameter end with different values.
+
+        None if that cannot be seen.
+        """
         numbers = self._leaf_numbers(name)
         result: bool | None = None
         for group in replica_groups(leaves_of(self.ranks, numbers)):
@@ -181,7 +186,7 @@ class OptimizerAudit:
         return None
 
     def _of_numbers(self) -> Iterator[Finding]:
-        """Ranks with the same parameters that take other updates, or use other numbers of micro-batches."""
+        """Ranks with the same parameters and other updates, or other numbers of micro-batches."""
         usual = counts_of(self.mine)
         is_same = True
         shown = []
@@ -234,7 +239,10 @@ class OptimizerAudit:
         if early:
             share = f"{len(early)} of {len(self.mine)} updates"
             clipped = names(self._names(early[0].changed_early()))
-            text = f"in {share} gradients are clipped before the last backward: {early[0].events} ({clipped})"
+            text = (
+                f"in {share} gradients are clipped before the last backward: {early[0].events} "
+                f"({clipped})"
+            )
             yield self._accuse("clips too early", text, early[0].early_clip().place)
         yield from self._of_scaled_clipping()
 
@@ -248,7 +256,8 @@ class OptimizerAudit:
             return
         scale, bound, line = scaled[0]
         text = (
-            f"in {len(scaled)} of {len(self.mine)} updates gradients are clipped at {bound:g} while they have the "
+            f"in {len(scaled)} of {len(self.mine)} updates gradients are clipped at {bound:g} "
+            "while they have the "
             f"factor {scale:g} of the loss scaler"
         )
         if bound < scale / 100:
@@ -257,7 +266,7 @@ class OptimizerAudit:
             yield self._say("clips scaled gradients", text)
 
     def _clips_scaled(self, update: AuditedUpdate) -> tuple[float, float, str] | None:
-        """The factor of a loss scaler that was in gradients when they were clipped, the bound, and the line."""
+        """The loss scaler's factor in gradients when they were clipped, the bound, and the line."""
         for _, clip in update.clips:
             scale, bound, before = clip.loss_scale, clip.bound, clip.before
             if scale is None or bound is None or before is None or scale < 2:
@@ -284,13 +293,16 @@ class OptimizerAudit:
             changing += within > 0 or (last is not None and rates[:1] not in ([], [last]))
             if update.count > 1 and within >= update.count - 1:
                 moving.append(number)
-            last = rates[-1] if rates else None
+            last = None
+            if rates:
+                last = rates[-1]
         # A schedule that has come to its end changes nothing any more.
         if len(moving) > 1 and len(moving) >= changing - 1:
             which = ", ".join(map(str, moving[:4]))
-            more = f" and {len(moving) - 4} more" if len(moving) > 4 else ""
+            if len(moving) > 4:
+                which += f" and {len(moving) - 4} more"
             text = f"the schedule steps {self.usual} times per update"
-            where = f"the learning rate changes at every backward of updates {which}{more}"
+            where = f"the learning rate changes at every backward of updates {which}"
             yield self._say("schedule", f"{text}: {where}")
 
     def _names(self, leaves: list[int]) -> list[str]:
@@ -371,16 +383,22 @@ class OptimizerAudit:
         return seen and has_added
 
     def _of_alone(self) -> Iterator[Finding]:
-        """Ranks whose parameters have the same names, and other values, though they are no parts of one tensor."""
+        """Ranks whose parameters have the same names and other values, and are whole tensors."""
         if len(self.updates) < 2 or self.ranks[self.first].parallel:
             return
         for gradient in self.gradients[:1]:
             if len(self._with_same_shape(gradient.leaves[0])) > len(gradient.replicas):
-                text = "ranks begin with different values of the same parameters: no replicas, or never made equal"
+                text = (
+                    "ranks begin with different values of the same parameters: no replicas, or "
+                    "never made equal"
+                )
                 yield self._say("not judged", f"{text}: {names(gradient.leaves)}")
 
     def _with_same_shape(self, name: str) -> list[int]:
-        """Ranks on which a parameter has the shape that it has on the first one; none if that one has none."""
+        """Ranks on which a parameter has the shape that it has on the first one.
+
+        None if that one has none.
+        """
         numbers = self._leaf_numbers(name)
         if self.first not in numbers:
             return []
@@ -392,14 +410,17 @@ class OptimizerAudit:
         return same
 
     def _of_foreign(self) -> Iterator[Finding]:
-        """Micro-batches of replicas that are missing in a gradient, though their own rank has them."""
+        """Replicas' micro-batches that a gradient lacks, though their own rank has them."""
         missing = _Missing(self.gradients)
         if not missing.leaves:
             return
         which = self._which(missing.leaves)
         share = f"{len(missing.updates)} of {self._num_updates()} updates"
         if self._stay_the_same(missing.leaves):
-            text = f"gradients of {which} differ between ranks, whose parameters are the same later ({share})"
+            text = (
+                f"gradients of {which} differ between ranks, whose parameters are the same later "
+                f"({share})"
+            )
             yield self._say(
                 "not reduced", f"{text}: parameters may be averaged or broadcast instead"
             )
@@ -455,9 +476,11 @@ class OptimizerAudit:
     def _of_lost_places(
         self, update: AuditedUpdate, number: int, rank: int, places: list[int]
     ) -> Finding:
-        cleared = " (cleared at Z)" if "Z" in update.events else ""
         shown = [place + 1 for place in places]
-        text = f"micro-batches {shown} of update {number + 1} have weight 0 on rank {rank}: {update.events}{cleared}"
+        text = f"micro-batches {shown} of update {number + 1} have weight 0 on rank {rank}"
+        text += f": {update.events}"
+        if "Z" in update.events:
+            text += " (cleared at Z)"
         lost, rest = [], []
         for place, backward in enumerate(update.backwards):
             if place in places:
@@ -487,7 +510,7 @@ class OptimizerAudit:
         return ""
 
     def _only_first(self, rank: int) -> bool:
-        """Whether nothing is lost after the first update, as after a backward that only warms up."""
+        """Whether nothing is lost after update 1, as after a backward that only warms up."""
         for gradient in self.gradients:
             for found in gradient.weights:
                 if gradient.update > 0 and found.rank == rank and not found.is_present:
@@ -538,11 +561,14 @@ class OptimizerAudit:
         for leaf, factor in factors.items():
             by_factor.setdefault(f"{factor:.3g}", []).append(leaf)
         for shown, leaves in list(by_factor.items())[:MOST_NAMES]:
-            text = f"the gradient of {names(leaves)} is {shown} times what the others' weights make of it"
+            text = (
+                f"the gradient of {names(leaves)} is {shown} times what the others' weights make "
+                "of it"
+            )
             yield self._say("other weights", f"{text}: this may be meant")
 
     def _of_mixed_losses(self) -> Iterator[Finding]:
-        """A gradient with the backwards of a loss that trains other parameters, besides those of its own."""
+        """A gradient with backwards of a loss that trains other parameters, besides its own."""
         for other in self._others.values():
             theirs = set(map(id, _backwards_of(other)))
             for gradient in self.gradients:
@@ -572,13 +598,19 @@ class OptimizerAudit:
             f"{plural(len(foreign), 'backward')} of a loss ({foreign[0].place}) that trains "
             f"others by {optimizer}"
         )
-        text = f"the gradient of {self._which(gradient.leaves)} has {of_other}, besides {num_own} of their own"
+        text = (
+            f"the gradient of {self._which(gradient.leaves)} has {of_other}, besides {num_own} "
+            "of their own"
+        )
         return self._say("mixed losses", f"{text}: wrong if that loss is not meant to train them")
 
     def _of_rounding(self) -> Iterator[Finding]:
         residual = largest_residual(self.gradients)
         if not self._has_low_precision() and ROUNDED < residual <= MOST_ROUNDED:
-            text = f"gradients differ from the sum of micro-gradients by {residual:.1e}, as if they were rounded"
+            text = (
+                f"gradients differ from the sum of micro-gradients by {residual:.1e}, as if they "
+                "were rounded"
+            )
             yield self._say("rounded", text)
 
     def _has_low_precision(self) -> bool:
@@ -609,7 +641,7 @@ class OptimizerAudit:
             yield self._say("unequal weights", f"{text}: this may be meant")
 
     def _unequal_weights(self) -> Iterator[tuple[ExplainedGradient, int, list[float]]]:
-        """Gradients in which the micro-batches of a rank weigh differently, though their losses are alike."""
+        """Gradients in which a rank's micro-batches weigh differently, though losses are alike."""
         for gradient in self.gradients:
             for rank in gradient.gradient_of:
                 weights = [found.weight for found in gradient.present(rank)]
@@ -685,7 +717,7 @@ def _factor(gradient: ExplainedGradient, main: ExplainedGradient) -> float | Non
 
 
 def _is_divided_again(weights: list[float]) -> bool:
-    """Whether each group of equal weights is the one before times the number of micro-batches in a group."""
+    """Whether each group of equal weights is the one before times the size of a group."""
     groups = [[weights[0]]]
     for weight in weights[1:]:
         if abs(weight - groups[-1][-1]) <= EQUAL * abs(weight):
@@ -709,4 +741,7 @@ def _is_divided_again(weights: list[float]) -> bool:
 
 def pattern(counts: list[int]) -> str:
     """The first few numbers."""
-    return " ".join(map(str, counts[:6])) + (" ..." if len(counts) > 6 else "")
+    shown = list(map(str, counts[:6]))
+    if len(counts) > 6:
+        shown.append("...")
+    return " ".join(shown)

@@ -1,4 +1,7 @@
-"""What the recorder wrote, as the judge takes it: values are arrays, and each line is checked where it is read."""
+"""What the recorder wrote, as the judge takes it.
+
+Values are arrays, and each line is checked where it is read.
+"""
 
 from __future__ import annotations
 

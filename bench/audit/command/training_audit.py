@@ -1,4 +1,7 @@
-"""What is wrong with an audited training, as far as that is certain; everything else is a warning or not judged."""
+"""What is wrong with an audited training, as far as that is certain.
+
+Everything else is a warning or not judged.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +130,8 @@ class TrainingAudit:
         if any(rank.is_cut for rank in self.ranks.values()):
             yield warning(
                 "record cut",
-                "the record of a rank ends within a line: its process was killed, or TMPDIR is full",
+                "the record of a rank ends within a line: its process was killed, or TMPDIR is "
+                "full",
             )
         yield from self._of_facts()
         yield from known_bad(self.first)
@@ -167,7 +171,10 @@ class TrainingAudit:
         return OptimizerAudit(number, self.ranks, updates, others, self.expect, is_idle)
 
     def _window(self) -> int:
-        """The most backwards that updates of an optimizer usually have; 0 if no update is judged."""
+        """The most backwards that updates of an optimizer usually have.
+
+        0 if no update is judged.
+        """
         longest = 0
         for optimizer in self.optimizers:
             longest = max(longest, optimizer.usual)
@@ -183,7 +190,9 @@ class TrainingAudit:
     def _of_facts(self) -> Iterator[Finding]:
         facts = self.first.facts
         if PLUGIN in facts and SHARDED.isdisjoint(facts):
-            wrapper = DDP if DDP in facts else "no wrapper at all"
+            wrapper = "no wrapper at all"
+            if DDP in facts:
+                wrapper = DDP
             text = f"a {PLUGIN} was given, but no parameter is sharded: {wrapper} trains"
             yield error("not sharded", text)
 
@@ -213,7 +222,7 @@ class TrainingAudit:
         return idle
 
     def _drifting(self, optimizer: OptimizerAudit, idle: int) -> str:
-        """A parameter that was the same on these ranks, is reduced, and ends with different values."""
+        """A parameter that began the same on these ranks, is reduced, and ends different."""
         mine, other = self.ranks[optimizer.first], self.ranks[idle]
         if not _reduces(mine) or not _reduces(other):
             return ""
@@ -259,8 +268,13 @@ class TrainingAudit:
         if len(wrong) <= num_fitting or not wrong:
             return
         optimizer, count, wanted = wrong[0]
-        text = f"{optimizer.label}{wanted} micro-batches per update were asked for, an update has {count}"
-        total = optimizer.scale.total if optimizer.scale else None
+        text = (
+            f"{optimizer.label}{wanted} micro-batches per update were asked for, an update has "
+            f"{count}"
+        )
+        total = None
+        if optimizer.scale is not None:
+            total = optimizer.scale.total
         is_off = total is not None and abs(total - 1) >= 0.02
         if not num_fitting and (self.expect or is_off):
             yield error("other N", text)
@@ -268,7 +282,7 @@ class TrainingAudit:
             yield warning("other N", text)
 
     def _of_rest(self) -> Iterator[Finding]:
-        """Backwards at the end without a step, and windows of another length that are not sampled."""
+        """Backwards at the end without a step, and unsampled windows of another length."""
         count = unused(self.first)
         if count:
             yield warning(
@@ -295,7 +309,10 @@ class TrainingAudit:
         """What models do at each micro-batch."""
         usual = self._window()
         if self.first.batch_norms and usual > 1:
-            text = f"{plural(self.first.batch_norms, 'BatchNorm module')} normalize each micro-batch by itself"
+            text = (
+                f"{plural(self.first.batch_norms, 'BatchNorm module')} normalize each "
+                "micro-batch by itself"
+            )
             yield note("batch norm", f"{text}: not what a batch of {usual} micro-batches gives")
         for optimizer in self.optimizers:
             if _copies_move(optimizer):

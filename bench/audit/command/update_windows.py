@@ -1,8 +1,9 @@
 """The updates of each optimizer of a rank: which backwards it uses, and what happened between them.
 
-A window belongs to the parameters of an optimizer: it has the backwards that add to one of them between two of its
-steps. A backward is not a micro-batch: two losses of a batch may have a backward each. Micro-batches are counted by
-the batches that data loaders hand out, or else by backwards of one loss at one place, with data that differ.
+A window belongs to the parameters of an optimizer: it has the backwards that add to one of them
+between two of its steps. A backward is not a micro-batch: two losses of a batch may have a backward
+each. Micro-batches are counted by the batches that data loaders hand out, or else by backwards of
+one loss at one place, with data that differ.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class AuditedUpdate:
     clips: list[tuple[int, RecordedClipping]]
     """Each after how many of the backwards."""
     events: str
-    """``BBBBCS``: backwards, clipping, the step, and Z where a gradient was cleared before a backward."""
+    """``BBBBCS``: backwards, clipping, the step, and Z where a gradient was cleared before a
+    backward."""
     used: dict[int, Vector] = field(default_factory=dict)
     """By leaf the gradient at each coordinate; NaN where it is on another rank."""
     num_steps: int = 1
@@ -136,7 +138,10 @@ def is_finite(backward: RecordedBackward) -> bool:
 
 
 def left(backward: RecordedBackward, leaf: int) -> Vector | None:
-    """What was left in the gradient of a leaf when the first backward of a window added to it; None at any other."""
+    """What was left in the gradient of a leaf when the first backward of a window added to it.
+
+    None at any other backward.
+    """
     if leaf < len(backward.left):
         return backward.left[leaf]
     return None
@@ -236,7 +241,10 @@ def kind(backward: RecordedBackward) -> tuple[str, ...]:
 
 
 def batches_per_backward(updates: list[AuditedUpdate]) -> float | None:
-    """By data loaders; None if none was seen, or backwards per batch, or batches per backward, are no whole number."""
+    """By data loaders.
+
+    None if none was seen, or backwards per batch, or batches per backward, are no whole number.
+    """
     if len(updates) < 2:
         return None
     batches = updates[-1].backwards[0].fetched - updates[0].backwards[0].fetched

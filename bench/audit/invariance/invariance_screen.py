@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any
+from collections.abc import Iterator
 
-from bench.audit.command.audit_screen import MARKS
+from bench.audit.command.audit_screen import lines_of, wrappers
 from bench.audit.invariance.invariance_verdict import InvarianceVerdict
 from bench.audit.invariance.split_runs import SplitRun
 from bench.audit.invariance.state_comparison import Likeness, SplitComparison, TensorPair
@@ -30,25 +30,23 @@ def evidence(verdict: InvarianceVerdict) -> dict[str, str]:
     first = verdict.first
     shown = {}
     if first.ranks:
-        trainer = next(iter(first.ranks.values())).trainer
-        facts = [f"{name} {fact}".strip() for name, fact in trainer.facts.items()]
+        trainer = first.trainers()[0]
         shown["ranks"] = f"{len(first.ranks)} of {trainer.world}"
-        shown["wrappers"] = ", ".join(facts) or "none"
-    for number, run in enumerate([first, *verdict.others]):
-        counts = compare_rows(run, verdict.others[0] if run is first else first, 1)
-        text = f"{run.split.label}: {plural(run.updates, 'update')}, "
-        text += f"{plural(backwards(run, 1), 'backward')} in the first"
-        if counts is not None:
-            text += f", {plural(counts[0], 'row')} on all ranks"
-        shown[f"split {number + 1}"] = text
+        shown["wrappers"] = wrappers(trainer.facts)
+    shown["split 1"] = _first_update(first, verdict.others[0])
+    for number, run in enumerate(verdict.others, 2):
+        shown[f"split {number}"] = _first_update(run, first)
     if verdict.twin is not None:
         shown["A/A"] = _alike(verdict.twin)
     for label, check in verdict.samples.items():
-        shown[f"samples of {label}" if len(verdict.samples) > 1 else "samples"] = check.reason
+        name = "samples"
+        if len(verdict.samples) > 1:
+            name += f" of {label}"
+        shown[name] = check.reason
     for comparison in verdict.comparisons:
         name = "compared"
         if len(verdict.comparisons) > 1:
-            name = f"compared with {comparison.other.split.label}"
+            name += f" with {comparison.other.split.label}"
         shown[name] = _alike(comparison)
     if verdict.comparisons:
         shown["bound"] = f"{verdict.comparisons[0].bound:.1g} of a gradient in update 1 ({SOURCE})"
@@ -56,10 +54,23 @@ def evidence(verdict: InvarianceVerdict) -> dict[str, str]:
     return shown
 
 
+def _first_update(run: SplitRun, other: SplitRun) -> str:
+    """How many updates a run made, and of what the first was made; the other run tells rows."""
+    text = f"{run.split.label}: {plural(run.updates, 'update')}, "
+    text += f"{plural(backwards(run, 1), 'backward')} in the first"
+    counts = compare_rows(run, other, 1)
+    if counts is not None:
+        text += f", {plural(counts.first, 'row')} on all ranks"
+    return text
+
+
 def _alike(comparison: SplitComparison) -> str:
     """How many tensors are how much alike."""
     counts = Counter(pair.likeness for pair in comparison.pairs)
-    parts = [f"{counts[likeness]:,} {likeness}" for likeness in Likeness if counts[likeness]]
+    parts = []
+    for likeness in Likeness:
+        if counts[likeness]:
+            parts.append(f"{counts[likeness]:,} {likeness}")
     text = f"{', '.join(parts) or 'no tensors'} in {plural(comparison.updates, 'update')}"
     if comparison.likeness is Likeness.ROUNDED:
         text += f"; gradients of update 1 differ by at most {comparison.largest():.1g}"
@@ -68,36 +79,37 @@ def _alike(comparison: SplitComparison) -> str:
 
 def screen(verdict: InvarianceVerdict) -> list[str]:
     """The screen: the verdict first, then the evidence."""
-    findings = [f"  {MARKS[found.level]} {found.topic}: {found.text}" for found in verdict.findings]
-    if len(findings) > MOST_FINDINGS:
-        left = len(findings) - MOST_FINDINGS
-        findings = [*findings[:MOST_FINDINGS], f"  ... {left} more with --json"]
-    shown = [f"{name:9} {text}" for name, text in evidence(verdict).items()]
-    return [f"{'verdict':9} {headline(verdict)}", *findings, *shown]
+    return lines_of(headline(verdict), verdict.findings, evidence(verdict), MOST_FINDINGS)
 
 
-def document(verdict: InvarianceVerdict) -> dict[str, Any]:
+def document(verdict: InvarianceVerdict) -> dict[str, object]:
     """The same as data."""
-    differences = [
-        {"split": comparison.other.split.label, **_data(pair)}
-        for comparison in verdict.comparisons
-        for pair in comparison.different()
-    ]
+    statuses, seconds, bounds = {}, {}, {}
+    for run in (verdict.first, *verdict.others):
+        statuses[run.split.label] = run.status
+        seconds[run.split.label] = _seconds(run)
+    for comparison in verdict.comparisons:
+        bounds[comparison.other.split.label] = comparison.bound
     return {
         "verdict": verdict.verdict,
         "headline": headline(verdict),
         "findings": [found.to_dict() for found in verdict.findings],
-        "exit_statuses": {run.split.label: run.status for run in (verdict.first, *verdict.others)},
+        "exit_statuses": statuses,
         "evidence": evidence(verdict),
-        "bounds": {
-            comparison.other.split.label: comparison.bound for comparison in verdict.comparisons
-        },
-        "recorder_s": {run.split.label: _seconds(run) for run in (verdict.first, *verdict.others)},
-        "differences": differences,
+        "bounds": bounds,
+        "recorder_s": seconds,
+        "differences": list(_differences(verdict)),
     }
 
 
-def _data(pair: TensorPair) -> dict[str, Any]:
+def _differences(verdict: InvarianceVerdict) -> Iterator[dict[str, object]]:
+    """Each tensor that differs, and in which split."""
+    for comparison in verdict.comparisons:
+        for pair in comparison.different():
+            yield {"split": comparison.other.split.label, **_data(pair)}
+
+
+def _data(pair: TensorPair) -> dict[str, object]:
     """Its fields; null where a number is infinite or none."""
     fields = dict(vars(pair))
     if not math.isfinite(pair.relative):
@@ -107,5 +119,8 @@ def _data(pair: TensorPair) -> dict[str, Any]:
 
 def _seconds(run: SplitRun) -> float:
     """What the recorder took on the slowest rank."""
-    ends = [rank.finish.seconds for rank in run.ranks.values() if rank.finish is not None]
-    return max(ends, default=0.0)
+    longest = 0.0
+    for rank in run.ranks.values():
+        if rank.finish is not None:
+            longest = max(longest, rank.finish.seconds)
+    return longest

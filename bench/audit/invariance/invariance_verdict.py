@@ -1,13 +1,19 @@
-"""What a comparison of splits means: what depends on the split, what rightly may, and what cannot be told."""
+"""What a comparison of splits means: what depends on the split, and what may rightly do so."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
-from bench.audit.invariance.inside.state_records import COPY, PARAMETER
+from bench.audit.invariance.inside.state_records import (
+    BUFFER,
+    CLIPPED,
+    COPY,
+    GRADIENT,
+    PARAMETER,
+)
 from bench.audit.invariance.rounding_bounds import STORED, unit
-from bench.audit.invariance.split_runs import RankState, SplitRun, TensorSketch, align
+from bench.audit.invariance.split_runs import RankState, RecordedMicroBatch, SplitRun, align
 from bench.audit.invariance.state_comparison import Likeness, SplitComparison, TensorPair
 from bench.audit.invariance.window_comparison import (
     Samples,
@@ -25,6 +31,8 @@ from bench.formatting import plural, some
 
 BITWISE, ROUNDED = "bitwise equal", "equal to rounding"
 DIFFERENT, NOT_JUDGED, NOT_COMPARABLE = "differs", "not judged", "not comparable"
+STATUSES = {BITWISE: GOOD, ROUNDED: GOOD, DIFFERENT: BAD}
+"""Of the command line, by verdict; of any other it is UNCHECKED."""
 SAME_FACTOR = 0.02
 """Factors that differ by less are the same."""
 SAME_POSITION = 1e-6
@@ -33,10 +41,21 @@ MANY = 5
 """So many tensors need not be named if they are all."""
 CONTRASTIVE = 0.5
 """Share of micro-batches from which on a training is contrastive."""
+IN_WORDS = {
+    GRADIENT: "the gradient of",
+    CLIPPED: "the clipped gradient of",
+    BUFFER: "the buffer of",
+    PARAMETER: "the change of",
+    COPY: "a copy of parameters in",
+}
+"""By kind of state, what stands before the names of tensors."""
 
 
 class InvarianceVerdict:
-    """The findings of all splits beside the first: errors depend on the split, warnings say what is not known."""
+    """The findings of all splits but the first.
+
+    An error depends on the split; a warning says what is not known.
+    """
 
     def __init__(self, runs: Sequence[SplitRun], again: SplitRun, updates: int) -> None:
         """``again`` is the first split once more; ``updates`` were to be sampled."""
@@ -49,8 +68,7 @@ class InvarianceVerdict:
         """By the label of a split."""
         self._is_refused = False
         self._is_unclear = False
-        found = list(self._all())
-        self.findings = sorted(found, key=lambda each: each.level.rank)
+        self.findings = sorted(self._all(), key=lambda found: found.level.rank)
 
     @property
     def verdict(self) -> str:
@@ -69,9 +87,7 @@ class InvarianceVerdict:
     @property
     def status(self) -> int:
         """Of the command line."""
-        if self.verdict == DIFFERENT:
-            return BAD
-        return GOOD if self.verdict in (BITWISE, ROUNDED) else UNCHECKED
+        return STATUSES.get(self.verdict, UNCHECKED)
 
     def _all(self) -> Iterator[Finding]:
         runs = [self.first, self.again, *self.others]
@@ -100,29 +116,27 @@ class InvarianceVerdict:
 
     def _of_twin(self) -> Iterator[Finding]:
         """The same command must do the same twice, or nothing can be said of another."""
+        twice = f"run twice, {self.first.split.label}"
         start = _start_differs(self.first, self.again)
         if start:
+            advice = "seed the model"
             files = self.first.written
             if files:
-                hint = f"if it resumes from {some(files)}, give each run a folder of its own with {{run}}"
-                start += f"; seed the model, or {hint}"
-            else:
-                start += "; seed the model"
-            yield self._refuse("A/A", f"run twice, {self.first.split.label}: {start}")
+                hint = "give each run a folder of its own with {run}"
+                advice += f", or if it resumes from {some(files)}, {hint}"
+            yield self._refuse("A/A", f"{twice}: {start}; {advice}")
             return
         self.twin = SplitComparison(self.first, self.again, same_updates(self.first, self.again))
         samples = check_samples(self.first, self.again, self.twin.bound)
         if samples.samples is Samples.OTHER:
-            yield self._refuse("A/A", f"run twice, {self.first.split.label}: {samples.reason}")
+            yield self._refuse("A/A", f"{twice}: {samples.reason}")
             return
         different = self.twin.different()
         if different:
             pair = different[0]
-            text = (
-                f"run twice, {self.first.split.label} differs from itself in {pair.kind} of {pair.name}, "
-                f"update {pair.update}: seed what is random"
-            )
-            if _draws(self.first):
+            what = f"{_in_words(pair.kind)} {pair.name}, update {pair.update}"
+            text = f"{twice} differs from itself in {what}: seed what is random"
+            if any(found.drew for found in self.first.micro_batches()):
                 text += " (torch draws random numbers in the forward)"
             yield self._refuse("A/A", text)
 
@@ -137,7 +151,8 @@ class InvarianceVerdict:
                 if rows(other, update) != rows(self.first, update):
                     return ""
         count = plural(backwards(self.first, 1), "backward")
-        return f"all splits have {count} of as many rows per update: the option changes nothing"
+        same = "the same number of rows per update"
+        return f"all splits have {count} and {same}: the option changes nothing"
 
     def _of_split(self, other: SplitRun) -> Iterator[Finding]:
         label = other.split.label
@@ -149,7 +164,9 @@ class InvarianceVerdict:
             else:
                 yield self._refuse("not comparable", f"{label}: {start}")
             return
-        floor = 0.0 if self.twin is None else self.twin.largest()
+        floor = 0.0
+        if self.twin is not None:
+            floor = self.twin.largest()
         updates = same_updates(self.first, other)
         comparison = SplitComparison(self.first, other, max(updates, 1), floor)
         mismatch = self._of_rows(other)
@@ -164,12 +181,11 @@ class InvarianceVerdict:
             return
         made = min(other.updates, self.first.updates)
         if updates < made:
-            text = f"{label}: update {updates + 1} has other samples or another number of them"
-            yield warning("other samples", f"{text}; compared is what is before it")
+            text = f"update {updates + 1} has other samples or another number of them"
+            yield warning("other samples", f"{label}: {text}; what comes before it is compared")
         elif made < self.updates:
-            yield warning(
-                "ended early", f"{label}: made {made} of {plural(self.updates, 'update')}"
-            )
+            text = f"made {made} of {plural(self.updates, 'update')}"
+            yield warning("ended early", f"{label}: {text}")
         self.comparisons.append(comparison)
         yield from _of_positions(comparison)
         yield from self._of_tensors(comparison, check)
@@ -177,121 +193,121 @@ class InvarianceVerdict:
     def _of_rows(self, other: SplitRun) -> Finding | None:
         """The first update of a split has not the rows of the first split's."""
         counts = compare_rows(self.first, other, 1)
-        if counts is None or counts[0] == counts[1]:
+        if counts is None or counts.are_equal:
             return None
-        first_rows, its_rows = counts
-        first_count, count = backwards(self.first, 1), backwards(other, 1)
-        text = (
-            f"{other.split.label}: update 1 sees {plural(its_rows, 'row')} in {plural(count, 'backward')}, and "
-            f"{first_rows} in {plural(first_count, 'backward')} with {self.first.split.label}"
-        )
         ours, theirs = self.first.split, other.split
-        is_split = ours.batch is not None and theirs.batch is not None
-        if is_split and first_count and count:
-            assert ours.batch is not None and theirs.batch is not None
-            is_cut = math.isclose(
-                its_rows / count * ours.batch, first_rows / first_count * theirs.batch
-            )
-            wanted = first_count * (theirs.accumulate or 1) / (ours.accumulate or 1)
-            if is_cut and count != wanted:
-                text += f": {count} of {wanted:g} micro-batches reach it"
-                return error("micro-batches", text)
-        return self._refuse("other samples", f"{text}: keep the samples of an update")
+        num_first, num_other = backwards(self.first, 1), backwards(other, 1)
+        text = (
+            f"{theirs.label}: update 1 sees {plural(counts.other, 'row')} in "
+            f"{plural(num_other, 'backward')}, and {counts.first} in "
+            f"{plural(num_first, 'backward')} with {ours.label}"
+        )
+        if ours.batch is not None and theirs.batch is not None and num_first and num_other:
+            first_size, other_size = counts.first / num_first, counts.other / num_other
+            is_cut = math.isclose(other_size * ours.batch, first_size * theirs.batch)
+            wanted = num_first * (theirs.accumulate or 1) / (ours.accumulate or 1)
+            if is_cut and num_other != wanted:
+                reach = f"{num_other} of {wanted:g} micro-batches reach it"
+                return error("micro-batches", f"{text}: {reach}")
+        return self._refuse("other samples", f"{text}: keep the samples of an update the same")
 
     def _of_tensors(self, comparison: SplitComparison, check: SamplesCheck) -> Iterator[Finding]:
+        label = comparison.other.split.label
         different = comparison.different()
         if not different:
             if comparison.likeness is Likeness.UNCLEAR:
                 self._is_unclear = True
-                yield warning(
-                    "not judged", f"{comparison.other.split.label}: no tensor could be compared"
-                )
+                yield warning("not judged", f"{label}: no tensor could be compared")
             return
-        label = comparison.other.split.label
-        certain = [pair for pair in different if pair.factor is not None]
-        update = min(pair.update for pair in different)
+        update = different[0].update
         first = [pair for pair in different if pair.update == update]
-        is_factor = bool(certain) and certain[0].update == update and _is_one_factor(first)
-        excuses = list(_excuses(self.first, comparison.other))
-        if excuses and not is_factor:
-            self._is_unclear = True
-            names = _named([pair for pair in first if pair.kind == first[0].kind], comparison)
-            yield note(
-                "not judged",
-                f"{label}: {first[0].kind} of {names} differs in update {update}, as it may: {some(excuses)}",
-            )
-            return
-        if check.samples is Samples.UNKNOWN and not is_factor:
-            yield self._refuse("unknown samples", f"{label}: {check.reason}")
-            return
-        terms = uneven_terms(comparison.other)
-        if terms is not None and not is_factor:
-            text = (
-                f"{label}: micro-batches of an update have from {terms[0]} to {terms[1]} terms, and "
-                "their losses are averaged as if they had as many"
-            )
-            yield error("mean of means", text)
+        if not _is_one_factor(first):
+            excuses = list(_excuses(self.first, comparison.other))
+            if excuses:
+                self._is_unclear = True
+                kind = first[0].kind
+                names = _named(_of_kind(first, kind), comparison)
+                text = f"{_in_words(kind)} {names} differs in update {update}, as it may"
+                yield note("not judged", f"{label}: {text}: {some(excuses)}")
+                return
+            if check.samples is Samples.UNKNOWN:
+                yield self._refuse("unknown samples", f"{label}: {check.reason}")
+                return
+            terms = uneven_terms(comparison.other)
+            if terms is not None:
+                text = (
+                    f"micro-batches of an update have from {terms.fewest} to {terms.most} terms, "
+                    "and their losses are averaged as if all had the same number"
+                )
+                yield error("mean of means", f"{label}: {text}")
         yield from _of_kinds(comparison, first)
 
 
 # What differs
 
 
-def _of_kinds(comparison: SplitComparison, first: list[TensorPair]) -> Iterator[Finding]:
-    """The first update that differs, kind by kind; what follows from another kind is not repeated."""
+def _of_kinds(comparison: SplitComparison, first: Sequence[TensorPair]) -> Iterator[Finding]:
+    """The first update that differs, kind by kind.
+
+    What follows from another kind is not repeated.
+    """
     label = comparison.other.split.label
-    kinds = list(dict.fromkeys(pair.kind for pair in first))
     update = first[0].update
+    kinds = list(dict.fromkeys(pair.kind for pair in first))
+    all_kinds = {pair.kind for pair in comparison.pairs if pair.update == update}
+    only = ""
+    if len(kinds) == 1 and len(all_kinds) > 1:
+        only = "only "
     known: set[str] = set()
     followed = []
     for kind in kinds:
-        pairs = [pair for pair in first if pair.kind == kind]
-        new = [pair for pair in pairs if _plain_name(pair.name) not in known]
-        known.update(_plain_name(pair.name) for pair in pairs)
+        pairs = _of_kind(first, kind)
+        new = [pair for pair in pairs if _plain_name(pair) not in known]
+        known.update(map(_plain_name, pairs))
         if not new:
             followed.append(kind)
             continue
-        only = "only " if len(kinds) == 1 and len(kinds) < _num_kinds(comparison, update) else ""
-        names = _named(new, comparison)
-        text = f"{label}: {only}{_in_words(kind)} {names} differs {_how(new, comparison)} in update {update}"
-        yield error(f"{kind} differs", text)
+        what = f"{only}{_in_words(kind)} {_named(new, comparison)}"
+        how = _how(new, comparison)
+        yield error(f"{kind} differs", f"{label}: {what} differs {how} in update {update}")
     if followed:
-        yield note("follows", f"{label}: {some(followed)} of the same tensors differ, too")
+        yield note("follows", f"{label}: {some(followed)} of the same tensors differ too")
 
 
 def _in_words(kind: str) -> str:
-    if kind == COPY:
-        return "a copy of parameters in"
-    if kind == PARAMETER:
-        return "the change of"
-    return f"{kind} of"
+    """Any other kind is a state of an optimizer."""
+    return IN_WORDS.get(kind, f"the state {kind} of")
 
 
-def _plain_name(name: str) -> str:
-    return name.removesuffix(" (part)")
+def _of_kind(pairs: Sequence[TensorPair], kind: str) -> list[TensorPair]:
+    return [pair for pair in pairs if pair.kind == kind]
 
 
-def _num_kinds(comparison: SplitComparison, update: int) -> int:
-    return len({pair.kind for pair in comparison.pairs if pair.update == update})
+def _plain_name(pair: TensorPair) -> str:
+    return pair.name.removesuffix(" (part)")
 
 
 def _is_one_factor(pairs: Sequence[TensorPair]) -> bool:
     """Whether the first kind that differs is multiplied by one factor."""
-    kind = pairs[0].kind
-    factors = [pair.factor for pair in pairs if pair.kind == kind]
-    known = [factor for factor in factors if factor is not None]
-    if len(known) < len(factors) * 0.9:
+    pairs = _of_kind(pairs, pairs[0].kind)
+    factors = _factors(pairs)
+    if len(factors) < len(pairs) * 0.9:
         return False
-    return all(math.isclose(factor, known[0], rel_tol=SAME_FACTOR) for factor in known)
+    return all(math.isclose(factor, factors[0], rel_tol=SAME_FACTOR) for factor in factors)
+
+
+def _factors(pairs: Sequence[TensorPair]) -> list[float]:
+    return [pair.factor for pair in pairs if pair.factor is not None]
 
 
 def _how(pairs: Sequence[TensorPair], comparison: SplitComparison) -> str:
     """By which factor, or by how much."""
-    known = [pair.factor for pair in pairs if pair.factor is not None]
     if _is_one_factor(pairs):
-        name = _name_of_factor(known[0], comparison, pairs[0].update)
-        return f"by the factor {known[0]:.3g}{name}"
-    least, most = min(pair.relative for pair in pairs), max(pair.relative for pair in pairs)
+        factor = _factors(pairs)[0]
+        name = _name_of_factor(factor, comparison, pairs[0].update)
+        return f"by the factor {factor:.3g}{name}"
+    shares = [pair.relative for pair in pairs]
+    least, most = min(shares), max(shares)
     if most < 1.2 * least or len(pairs) == 1:
         return f"by {most:.2g} of its norm"
     return f"by {least:.2g} to {most:.2g} of its norm"
@@ -300,31 +316,34 @@ def _how(pairs: Sequence[TensorPair], comparison: SplitComparison) -> str:
 def _name_of_factor(factor: float, comparison: SplitComparison, update: int) -> str:
     """What a factor may be, as `` (1/N)``; empty if it is nothing known."""
     first, other = comparison.first, comparison.other
-    numbers = {}
+    numbers: dict[str, float] = {}
+    num_first, num_other = backwards(first, 1), backwards(other, 1)
     if first.split.accumulate and other.split.accumulate:
         numbers["N"] = other.split.accumulate / first.split.accumulate
-    else:
-        counts = [backwards(run, 1) for run in (first, other)]
-        if counts[0] and counts[1]:
-            numbers["N"] = counts[1] / counts[0]
+    elif num_first and num_other:
+        numbers["N"] = num_other / num_first
     if update == 1:
         numbers["W"] = float(len(comparison.ranks))
     names = []
-    for name, number in numbers.items():
-        for shown, value in ((name, number), (f"1/{name}", 1 / number), (f"1/{name}²", number**-2)):
-            if number != 1 and math.isclose(factor, value, rel_tol=SAME_FACTOR):
-                names.append(shown)
-    return f" ({' or '.join(names)})" if names else ""
+    for letter, number in numbers.items():
+        if number == 1:
+            continue
+        powers = {letter: number, f"1/{letter}": 1 / number, f"1/{letter}²": number**-2}
+        for name, value in powers.items():
+            if math.isclose(factor, value, rel_tol=SAME_FACTOR):
+                names.append(name)
+    if not names:
+        return ""
+    return f" ({' or '.join(names)})"
 
 
 def _named(pairs: Sequence[TensorPair], comparison: SplitComparison) -> str:
-    """Tensors by module: ``all 11 tensors``, ``the 4 tensors of router``, or their names."""
+    """Tensors by module: ``all 11 tensors``, ``router (2 of 11 tensors)``, or their names."""
     names = list(dict.fromkeys(pair.name for pair in pairs))
-    every = {
-        pair.name
-        for pair in comparison.pairs
-        if pair.kind == pairs[0].kind and pair.update == pairs[0].update
-    }
+    every = set()
+    for pair in _of_kind(comparison.pairs, pairs[0].kind):
+        if pair.update == pairs[0].update:
+            every.add(pair.name)
     if len(names) == len(every) >= MANY:
         return f"all {len(names)} tensors"
     modules = _modules(names, every)
@@ -338,25 +357,37 @@ def _modules(names: Sequence[str], every: set[str]) -> list[str]:
     for name in names:
         if name not in left:
             continue
-        parts = name.replace("[", ".[").split(".")
-        for depth in range(1, len(parts)):
-            module = ".".join(parts[:depth]).replace(".[", "[")
-            inside = {each for each in every if each.startswith((f"{module}.", f"{module}["))}
-            if len(inside) > 1 and inside <= left:
+        inside = {name}
+        for module in _enclosing(name):
+            tensors = {each for each in every if each.startswith((f"{module}.", f"{module}["))}
+            if len(tensors) > 1 and tensors <= left:
+                inside = tensors
                 found.append(_innermost(module, inside))
-                left -= inside
                 break
         else:
             found.append(name)
-            left.discard(name)
+        left -= inside
     return found
 
 
-def _innermost(module: str, names: set[str]) -> str:
+def _enclosing(name: str) -> Iterator[str]:
+    """The modules that a tensor is in by its name, the outermost first.
+
+    Also a list that holds it.
+    """
+    for place, letter in enumerate(name):
+        if letter in ".[" and place:
+            yield name[:place]
+
+
+def _innermost(module: str, names: Collection[str]) -> str:
     """The innermost module that has all of these."""
     inner = module
-    for parts in zip(*(name.split(".")[:-1] for name in sorted(names)), strict=False):
-        candidate = parts[0] if parts[0] == inner or not inner else f"{inner}.{parts[0]}"
+    paths = [name.split(".")[:-1] for name in sorted(names)]
+    for part, *_ in zip(*paths, strict=False):
+        candidate = f"{inner}.{part}"
+        if part == inner or not inner:
+            candidate = part
         if all(name.startswith(f"{candidate}.") for name in names):
             inner = candidate
     return inner
@@ -370,49 +401,51 @@ def _of_positions(comparison: SplitComparison) -> Iterator[Finding]:
         for rank in comparison.ranks:
             mine = comparison.first.ranks[rank].positions.get(update, {})
             others = comparison.other.ranks[rank].positions.get(update, {})
-            for name in mine:
-                if name in told or name not in others:
+            for name, place in mine.items():
+                other = others.get(name)
+                if other is None or name in told:
                     continue
-                if not math.isclose(mine[name], others[name], rel_tol=SAME_POSITION):
-                    told.add(name)
-                    if len(told) <= MOST_POSITIONS:
-                        text = (
-                            f"{label}: {name} stands at {others[name]:g} instead of {mine[name]:g} "
-                            f"in update {update}"
-                        )
-                        yield error("position", text)
+                if math.isclose(place, other, rel_tol=SAME_POSITION):
+                    continue
+                text = f"{name} stands at {other:g} instead of {place:g} in update {update}"
+                yield error("position", f"{label}: {text}")
+                told.add(name)
+                if len(told) == MOST_POSITIONS:
+                    return
 
 
 def _of_replicas(run: SplitRun) -> Iterator[Finding]:
     """Parameters that DistributedDataParallel holds, and that ranks change differently."""
-    numbers = list(run.ranks)
-    first = run.ranks[numbers[0]]
-    begun = first.tensors.get((0, PARAMETER), {})
+    first, *others = run.ranks.values()
     for update in range(1, run.updates + 1):
-        mine = first.tensors.get((update, PARAMETER), {})
+        mine = first.state(update, PARAMETER)
         apart = []
-        for name, tensor in mine.items():
-            start = begun.get(name)
-            if start is None or not tensor.replicated or not start.norm:
-                continue
-            for number in numbers[1:]:
-                other = run.ranks[number].tensors
-                begin, end = (other.get((at, PARAMETER), {}).get(name) for at in (0, update))
-                if begin is None or end is None or not begin.is_bitwise(start):
-                    continue
-                change = float(abs(tensor.values[1:] - start.values[1:]).max())
-                difference = float(abs(end.values[1:] - tensor.values[1:]).max())
-                noise = STORED * unit([tensor.dtype]) * tensor.norm
-                if difference > max(0.01 * change, noise):
-                    apart.append(name)
+        for name in mine:
+            if any(_drifts(name, update, first, other) for other in others):
+                apart.append(name)
         if apart:
-            names = some(_modules(list(dict.fromkeys(apart)), set(mine)))
+            names = some(_modules(apart, set(mine)))
             text = (
-                f"{run.split.label}: ranks begin with the same {names}, and differ in it after update "
-                f"{update}: its gradient is not reduced"
+                f"ranks begin with the same {names}, and differ in it after update {update}: "
+                "its gradient is not reduced"
             )
-            yield error("not reduced", text)
+            yield error("not reduced", f"{run.split.label}: {text}")
             return
+
+
+def _drifts(name: str, update: int, first: RankState, other: RankState) -> bool:
+    """Whether a parameter that began the same on two ranks is not the same after an update."""
+    start, end = first.state(0, PARAMETER).get(name), first.state(update, PARAMETER)[name]
+    if start is None or not end.replicated or not start.norm:
+        return False
+    other_start = other.state(0, PARAMETER).get(name)
+    other_end = other.state(update, PARAMETER).get(name)
+    if other_start is None or other_end is None or not other_start.is_bitwise(start):
+        return False
+    change = float(abs(end.values[1:] - start.values[1:]).max())
+    difference = float(abs(other_end.values[1:] - end.values[1:]).max())
+    noise = STORED * unit([end.dtype]) * end.norm
+    return difference > max(0.01 * change, noise)
 
 
 # What stands in the way
@@ -429,8 +462,10 @@ def _obstacle(run: SplitRun) -> str:
             return rank.trainer.obstacles[0]
     world = next(iter(run.ranks.values())).trainer.world
     if len(run.ranks) < world:
-        return f"{len(run.ranks)} of {world} ranks have made an update"
-    return "" if run.updates else "no optimizer of torch has made an update"
+        return f"only {len(run.ranks)} of {world} ranks made an update"
+    if not run.updates:
+        return "no optimizer of torch made an update"
+    return ""
 
 
 def _start_differs(first: SplitRun, other: SplitRun) -> str:
@@ -438,12 +473,12 @@ def _start_differs(first: SplitRun, other: SplitRun) -> str:
     if first.ranks.keys() != other.ranks.keys():
         return f"{plural(len(other.ranks), 'rank')} instead of {len(first.ranks)}"
     for number, rank in first.ranks.items():
-        mine, others = (_start(found) for found in (rank, other.ranks[number]))
-        common = mine.keys() & others.keys()
-        if not common:
+        mine = rank.state(0, PARAMETER)
+        others = other.ranks[number].state(0, PARAMETER)
+        if mine.keys().isdisjoint(others):
             return "no parameter has the same name and size in both"
-        for name in mine:
-            if name in common and not mine[name].is_bitwise(others[name]):
+        for name, tensor in mine.items():
+            if name in others and not tensor.is_bitwise(others[name]):
                 return f"{name} begins with other values"
     return ""
 
@@ -451,38 +486,36 @@ def _start_differs(first: SplitRun, other: SplitRun) -> str:
 def _begins_alike(first: SplitRun, other: SplitRun) -> bool:
     """Whether the parameters are the same at the first backward."""
     for number, rank in first.ranks.items():
-        hashes = [
-            found[0].leaves if found else None
-            for found in (rank.of_update(1), other.ranks[number].of_update(1))
-        ]
-        if hashes[0] is None or hashes[0] != hashes[1]:
+        mine, others = rank.of_update(1), other.ranks[number].of_update(1)
+        if not mine or not others:
+            return False
+        if mine[0].leaves is None or mine[0].leaves != others[0].leaves:
             return False
     return True
 
 
-def _start(rank: RankState) -> dict[str, TensorSketch]:
-    return rank.tensors.get((0, PARAMETER), {})
-
-
 def _excuses(first: SplitRun, other: SplitRun) -> Iterator[str]:
     """What may rightly depend on how a batch is split."""
-    ranks = [*first.ranks.values(), *other.ranks.values()]
-    count = max(rank.trainer.batch_norms for rank in ranks)
+    count, has_dropout, draws = 0, False, False
+    for trainer in (*first.trainers(), *other.trainers()):
+        count = max(count, trainer.batch_norms)
+        has_dropout = has_dropout or trainer.dropouts > 0
+    micro_batches = [*first.micro_batches(), *other.micro_batches()]
+    for micro_batch in micro_batches:
+        has_dropout = has_dropout or micro_batch.dropout
+        draws = draws or micro_batch.drew
     if count:
-        yield f"{plural(count, 'BatchNorm module')} in training mode normalize each micro-batch by itself"
-    dropouts = max(rank.trainer.dropouts for rank in ranks)
-    micro_batches = [found for rank in ranks for found in rank.micro_batches]
-    if dropouts or any(found.dropout for found in micro_batches):
+        modules = plural(count, "BatchNorm module")
+        yield f"{modules} in training mode normalize each micro-batch by itself"
+    if has_dropout:
         yield "dropout draws other numbers for each micro-batch: set it to 0"
-    elif any(found.drew for found in micro_batches):
+    elif draws:
         yield "torch draws random numbers between batch and backward, as dropout does: set it to 0"
-    contrasts = [
-        found.contrasts or any(criterion.in_batch for criterion in found.criteria)
-        for found in micro_batches
-    ]
-    if contrasts and sum(contrasts) > CONTRASTIVE * len(contrasts):
+    num_contrasted = sum(map(_contrasts, micro_batches))
+    if num_contrasted > CONTRASTIVE * len(micro_batches):
         yield "rows of a micro-batch are contrasted with each other, so it has fewer negatives"
 
 
-def _draws(run: SplitRun) -> bool:
-    return any(found.drew for rank in run.ranks.values() for found in rank.micro_batches)
+def _contrasts(micro_batch: RecordedMicroBatch) -> bool:
+    """Whether its rows are contrasted with each other."""
+    return micro_batch.contrasts or any(found.in_batch for found in micro_batch.criteria)

@@ -7,6 +7,7 @@ import shlex
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from bench.errors import InputError, shown
 
@@ -15,6 +16,23 @@ VARIED, RUN, PORT = "{vary}", "{run}", "{port}"
 """In a command: where the option that varies stands, the number of the run, and a free port."""
 EXAMPLE = '--vary "--gas {N} --micro-batch {B}" --batch 8 --accumulate 1,4'
 OTHER = "--other"
+
+
+class Variation(NamedTuple):
+    """What a split fills in."""
+
+    text: str
+    accumulate: int | None = None
+    """N, where ``{N}`` varies."""
+    batch: int | None = None
+    """B, where ``{B}`` varies."""
+
+    def label(self) -> str:
+        if self.accumulate is None:
+            return self.text.strip() or "no option"
+        if self.batch is None:
+            return f"N={self.accumulate}"
+        return f"N={self.accumulate} B={self.batch}"
 
 
 @dataclass(frozen=True)
@@ -32,9 +50,10 @@ class TrainingSplit:
         """The command of one run; runs are numbered from 1."""
         found = []
         for word in self.command:
+            filled = word.replace(RUN, str(run))
             if PORT in word:
-                word = word.replace(PORT, str(_free_port()))  # noqa: PLW2901 - the next placeholder is in it
-            found.append(word.replace(RUN, str(run)))
+                filled = filled.replace(PORT, str(_free_port()))
+            found.append(filled)
         return found
 
 
@@ -46,8 +65,8 @@ def splits(
 ) -> list[TrainingSplit]:
     """The splits, of which the first is the one that the others are compared with.
 
-    ``training`` is what stands behind ``--``: a command, and with ``--other -- COMMAND`` a second one. Raises
-    InputError.
+    ``training`` is what stands behind ``--``: a command, and with ``--other -- COMMAND`` a second
+    one. Raises InputError.
     """
     first, other = _commands(training)
     if not first:
@@ -64,15 +83,16 @@ def splits(
     if vary is None:
         raise InputError(f"invariance: say what varies: {EXAMPLE}, or {OTHER} -- COMMAND")
     found = []
-    for text, number, size in _texts(vary, batch, accumulate):
+    for variation in _variations(vary, batch, accumulate):
         try:
-            words = shlex.split(text)
+            words = shlex.split(variation.text)
         except ValueError as error:
             raise InputError(f"invariance: --vary {shown(vary)}: {error}") from error
-        label = text.strip() or "no option"
-        if number is not None:
-            label = f"N={number}" if size is None else f"N={number} B={size}"
-        found.append(TrainingSplit(label, _with(first, words), number, size))
+        found.append(
+            TrainingSplit(
+                variation.label(), _with(first, words), variation.accumulate, variation.batch
+            )
+        )
     return found
 
 
@@ -88,10 +108,7 @@ def _commands(training: Sequence[str]) -> tuple[list[str], list[str] | None]:
     return words, None
 
 
-def _texts(
-    vary: str, batch: int | None, accumulate: Sequence[int] | None
-) -> list[tuple[str, int | None, int | None]]:
-    """What each split fills in, with its N and B."""
+def _variations(vary: str, batch: int | None, accumulate: Sequence[int] | None) -> list[Variation]:
     places = PLACE.findall(vary)
     if not places:
         raise InputError(
@@ -102,37 +119,39 @@ def _texts(
     unknown = sorted(letters - {"N", "B"})
     if unknown:
         raise InputError(
-            f"invariance: --vary: {{{unknown[0]}}} is not known; use {{N}}, {{B}} or values such as {{0,1}}"
+            f"invariance: --vary: {{{unknown[0]}}} is not known; "
+            "use {N}, {B} or values such as {0,1}"
         )
     if not letters:
-        return _alternatives(vary, places, batch, accumulate)
+        return _alternatives(vary, batch, accumulate)
     if len(letters) < len(set(places)):
         raise InputError("invariance: --vary: use {N} and {B}, or values such as {0,1}, not both")
     return _numbered(vary, letters, batch, accumulate)
 
 
 def _alternatives(
-    vary: str, places: list[str], batch: int | None, accumulate: Sequence[int] | None
-) -> list[tuple[str, int | None, int | None]]:
+    vary: str, batch: int | None, accumulate: Sequence[int] | None
+) -> list[Variation]:
     if batch or accumulate:
         raise InputError("invariance: --batch and --accumulate need {N} or {B} in --vary")
-    values = [place.split(",") for place in places]
+    pieces = PLACE.split(vary)  # every second one stands in braces
+    values = [piece.split(",") for piece in pieces[1::2]]
     counts = sorted(set(map(len, values)))
     if len(counts) > 1:
         raise InputError(
             f"invariance: --vary has {counts[0]} values in one place and {counts[1]} in another; "
             "give each as many"
         )
-    found: list[tuple[str, int | None, int | None]] = []
-    for number in range(counts[0]):
-        chosen = iter([each[number] for each in values])
-        found.append((PLACE.sub(lambda _, chosen=chosen: next(chosen), vary), None, None))  # type: ignore[misc]
+    found = []
+    for chosen in zip(*values, strict=True):
+        pieces[1::2] = chosen
+        found.append(Variation("".join(pieces)))
     return found
 
 
 def _numbered(
     vary: str, letters: set[str], batch: int | None, accumulate: Sequence[int] | None
-) -> list[tuple[str, int | None, int | None]]:
+) -> list[Variation]:
     if not accumulate or len(set(accumulate)) < 2:
         raise InputError("invariance: --accumulate: give two or more N, such as 1,4")
     if "B" in letters and batch is None:
@@ -141,7 +160,7 @@ def _numbered(
         )
     if "B" not in letters and batch is not None:
         raise InputError("invariance: --batch needs {B} in --vary")
-    found: list[tuple[str, int | None, int | None]] = []
+    found = []
     for number in dict.fromkeys(accumulate):
         size = None
         if batch is not None:
@@ -152,20 +171,19 @@ def _numbered(
                 )
             size = batch // number
         text = vary.replace("{N}", str(number)).replace("{B}", str(size))
-        found.append((text, number, size))
+        found.append(Variation(text, number, size))
     return found
 
 
 def _with(command: Sequence[str], words: Sequence[str]) -> tuple[str, ...]:
     """The command with these words, at its end if it does not say where."""
-    if VARIED not in command:
-        inside = any(VARIED in word for word in command)
-        if inside:
-            text = shlex.join(words)
-            return tuple(word.replace(VARIED, text) for word in command)
+    if VARIED in command:
+        place = list(command).index(VARIED)
+        return (*command[:place], *words, *command[place + 1 :])
+    if not any(VARIED in word for word in command):
         return (*command, *words)
-    place = list(command).index(VARIED)
-    return (*command[:place], *words, *command[place + 1 :])
+    text = shlex.join(words)
+    return tuple(word.replace(VARIED, text) for word in command)
 
 
 def _free_port() -> int:

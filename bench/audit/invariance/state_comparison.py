@@ -1,11 +1,15 @@
-"""What differs between two runs of a training, tensor by tensor: bitwise equal, equal to rounding, or different."""
+"""What differs between two runs of a training, tensor by tensor.
+
+A tensor is bitwise equal, equal to rounding, or different.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,14 +23,16 @@ from bench.audit.invariance.inside.state_records import (
     GRADIENT,
     PARAMETER,
 )
-from bench.audit.invariance.split_runs import RankState, SplitRun, TensorSketch
+from bench.audit.invariance.split_runs import RankState, SplitRun, TensorSketch, Values
 
 OF_SKETCH = 1.5
 """A sketch estimates the norm of a difference within so much."""
 SMALL = 0.01
-"""A tensor whose elements are smaller than this share of the largest gradients' is compared with that share."""
+"""A tensor whose elements are smaller than this share of the largest gradients' is compared with
+that share."""
 CLEAR = 10.0
-"""Elements of a gradient that are so many times as large as its rounding differs decide where a parameter moves."""
+"""Elements of a gradient that are so many times as large as its rounding differs decide where a
+parameter moves."""
 LEAST_CLEAR = 8
 """Such elements that are needed."""
 OF_BUFFERS = 0.02
@@ -57,10 +63,37 @@ class TensorPair:
     relative: float = 0.0
     """The norm of the difference, as a share of that of the larger tensor, or of its change."""
     scaled: float = 0.0
-    """The same, where a tensor with small elements is compared with those of its module, or of all."""
+    """The same, where a tensor with small elements is compared with those of its module, or of
+    all."""
     factor: float | None = None
     """What the tensor of the other run is multiplied by, where that is all."""
     bound: float = 0.0
+
+    @property
+    def is_gradient(self) -> bool:
+        return self.kind in (GRADIENT, CLIPPED)
+
+    @property
+    def is_judged(self) -> bool:
+        return self.likeness is not Likeness.UNCLEAR
+
+
+class Change(NamedTuple):
+    """What an update has changed a tensor by in both runs."""
+
+    first: Values
+    other: Values
+    size: int
+    """Elements of the tensor."""
+
+
+class Moved(NamedTuple):
+    """Norms over all parameters of a rank."""
+
+    apart: float
+    """Of what they differ by between two runs, after an update."""
+    changed: float
+    """Of what they have changed by since the start."""
 
 
 @dataclass
@@ -80,16 +113,13 @@ class SplitComparison:
     """Of the gradients of the first update."""
 
     def __post_init__(self) -> None:
-        dtypes = {
-            dtype
-            for run in (self.first, self.other)
-            for rank in run.ranks.values()
-            for micro_batch in rank.micro_batches
-            for dtype in micro_batch.dtypes
-        }
+        dtypes: set[str] = set()
+        for run in (self.first, self.other):
+            for micro_batch in run.micro_batches():
+                dtypes.update(micro_batch.dtypes)
         self.bound = max(bounds.of_gradients(dtypes), 3 * self.floor)
         for update in range(1, self.updates + 1):
-            self.pairs += list(self._of_update(update))
+            self.pairs += self._of_update(update)
 
     @property
     def ranks(self) -> list[int]:
@@ -101,20 +131,19 @@ class SplitComparison:
     @property
     def likeness(self) -> Likeness:
         """Of the pair that is least alike, of those that are judged."""
-        order = list(Likeness)
-        judged = [pair.likeness for pair in self.pairs if pair.likeness is not Likeness.UNCLEAR]
-        return max(judged, key=order.index, default=Likeness.UNCLEAR)
+        found = {pair.likeness for pair in self.pairs}
+        for likeness in (Likeness.DIFFERENT, Likeness.ROUNDED, Likeness.BITWISE):
+            if likeness in found:
+                return likeness
+        return Likeness.UNCLEAR
 
     def largest(self) -> float:
-        """The largest relative difference of gradients in the first update, of those that are judged."""
-        found = [
-            pair.scaled
-            for pair in self.pairs
-            if pair.update == 1
-            and pair.kind in (GRADIENT, CLIPPED)
-            and pair.likeness is not Likeness.UNCLEAR
-        ]
-        return max(found, default=0.0)
+        """The largest relative difference of gradients in the first update that are judged."""
+        largest = 0.0
+        for pair in self.pairs:
+            if pair.update == 1 and pair.is_gradient and pair.is_judged:
+                largest = max(largest, pair.scaled)
+        return largest
 
     def _of_update(self, update: int) -> Iterator[TensorPair]:
         allowed = self.bound
@@ -125,12 +154,13 @@ class SplitComparison:
             mine, others = self.first.ranks[rank], self.other.ranks[rank]
             gradients: dict[str, TensorPair] = {}
             for kind in _kinds(mine, others, update):
-                pairs = self._of_kind(update, kind, rank, allowed, gradients)
-                if kind in (GRADIENT, CLIPPED):
-                    gradients |= {pair.name: pair for pair in pairs}
-                yield from pairs
-            difference, change = _total(mine, others, update)
-            apart, changed = apart + difference**2, changed + change**2
+                for pair in self._of_kind(update, kind, rank, allowed, gradients):
+                    if pair.is_gradient:
+                        gradients[pair.name] = pair
+                    yield pair
+            moved = _moved(mine, others, update)
+            apart += moved.apart**2
+            changed += moved.changed**2
         if changed:
             self.moved[update] = math.sqrt(apart / changed)
 
@@ -140,95 +170,105 @@ class SplitComparison:
         kind: str,
         rank: int,
         allowed: float,
-        gradients: dict[str, TensorPair],
-    ) -> list[TensorPair]:
-        mine, others = self.first.ranks[rank], self.other.ranks[rank]
-        first, other = mine.tensors.get((update, kind), {}), others.tensors.get((update, kind), {})
-        names = [name for name in first if name in other and first[name].size == other[name].size]
-        found = []
+        gradients: Mapping[str, TensorPair],
+    ) -> Iterator[TensorPair]:
+        first = self.first.ranks[rank].state(update, kind)
+        other = self.other.ranks[rank].state(update, kind)
         scales = _Scales([*first.items(), *other.items()])
-        for name in names:
+        for name, tensor in first.items():
+            if name not in other or other[name].size != tensor.size:
+                continue
             pair = TensorPair(update, kind, name, rank, Likeness.BITWISE)
-            if first[name].is_bitwise(other[name]):
-                found.append(pair)
+            if tensor.is_bitwise(other[name]):
+                yield pair
             elif kind in (PARAMETER, COPY):
                 gradient = gradients.get(name) or gradients.get(f"{name} (part)")
-                found.append(self._of_change(pair, allowed, gradient))
+                yield self._of_change(pair, allowed, gradient)
             else:
-                found.append(_of_value(pair, first[name], other[name], allowed, scales.of(name)))
-        return found
+                yield _of_value(pair, tensor, other[name], allowed, scales.of(name))
 
     def _of_change(
         self, pair: TensorPair, allowed: float, gradient: TensorPair | None
     ) -> TensorPair:
         """A parameter, or a copy: what it has changed by since the update before."""
-        update, kind, name = pair.update, pair.kind, pair.name
-        mine, others = self.first.ranks[pair.rank], self.other.ranks[pair.rank]
-        before = mine.tensors.get((update - 1, kind), {}).get(name)
-        other_before = others.tensors.get((update - 1, kind), {}).get(name)
-        first, other = mine.tensors[update, kind][name], others.tensors[update, kind][name]
-        if before is None or other_before is None or before.size != first.size:
-            before = other_before = TensorSketch(0, "", 0, np.zeros_like(first.values))
-        change, other_change = first.values - before.values, other.values - other_before.values
-        size = max(_norm(change, first.size), _norm(other_change, first.size))
-        difference = _norm(other_change - change, first.size)
+        first = self.first.ranks[pair.rank].state(pair.update, pair.kind)[pair.name]
+        other = self.other.ranks[pair.rank].state(pair.update, pair.kind)[pair.name]
+        change = self._change(pair, first, other)
+        size = max(_norm(change.first, change.size), _norm(change.other, change.size))
+        difference = _norm(change.other - change.first, change.size)
+        relative = _share(difference, size)
         stored = bounds.STORED * bounds.unit([first.dtype]) * max(first.norm, other.norm)
-        relative = difference / size if size else 0.0
-        factor = _factor(
-            change, other_change, first.size, max(allowed, bounds.STORED * stored / (size or 1))
-        )
+        of_storing = bounds.STORED * stored / (size or 1)
+        factor = _factor(change.first, change.other, change.size, max(allowed, of_storing))
         tolerance = max(bounds.STEP, allowed)
-        clear = self._clear(pair, gradient)
-        if clear is not None and kind == PARAMETER:
-            parts = change[clear], other_change[clear]
-            largest = max(float(np.linalg.norm(part)) for part in parts)
-            apart = float(np.linalg.norm(parts[1] - parts[0]))
-            stored *= math.sqrt(len(clear) / first.size)
-            is_near = apart <= tolerance * largest + stored
+        clear = None
+        if pair.kind == PARAMETER:
+            clear = self._clear(pair, gradient)
+        if clear is not None:
+            mine, others = change.first[clear], change.other[clear]
+            largest = max(float(np.linalg.norm(mine)), float(np.linalg.norm(others)))
+            apart = float(np.linalg.norm(others - mine))
+            is_near = apart <= tolerance * largest + stored * math.sqrt(len(clear) / first.size)
         else:
-            noise = allowed if gradient is None else max(gradient.relative, self.bound)
+            noise = allowed
+            if gradient is not None:
+                noise = max(gradient.relative, self.bound)
             tolerance = bounds.of_changes(max(tolerance, bounds.UNSTABLE), noise)
             is_near = difference <= OF_SKETCH * (tolerance * size + stored)
         likeness = Likeness.DIFFERENT
         if is_near:
             likeness = Likeness.ROUNDED
+            factor = None
         elif tolerance >= bounds.LIMIT and factor is None:
             likeness = Likeness.UNCLEAR
-        if is_near:
-            factor = None
-        return TensorPair(
-            update, kind, name, pair.rank, likeness, relative, relative, factor, tolerance
+        return replace(
+            pair,
+            likeness=likeness,
+            relative=relative,
+            scaled=relative,
+            factor=factor,
+            bound=tolerance,
         )
 
+    def _change(self, pair: TensorPair, first: TensorSketch, other: TensorSketch) -> Change:
+        """Since the update before; where that is not known, the tensors themselves."""
+        before = self.first.ranks[pair.rank].state(pair.update - 1, pair.kind).get(pair.name)
+        others = self.other.ranks[pair.rank].state(pair.update - 1, pair.kind).get(pair.name)
+        if before is None or others is None or before.size != first.size:
+            return Change(first.values, other.values, first.size)
+        return Change(first.values - before.values, other.values - others.values, first.size)
+
     def _clear(self, pair: TensorPair, gradient: TensorPair | None) -> np.ndarray | None:
-        """Places of kept elements whose gradient is far above rounding; None if these are too few."""
+        """Places of kept elements whose gradient is far above rounding; None if too few."""
         if gradient is None or gradient.likeness is Likeness.DIFFERENT:
             return None
         if gradient.name != pair.name:  # another part of it
             return None
-        first = self.first.ranks[pair.rank].tensors[pair.update, gradient.kind][pair.name]
+        first = self.first.ranks[pair.rank].state(pair.update, gradient.kind)[pair.name]
         count = min(first.size, COORDINATES)
         places = np.arange(1 + BUCKETS, 1 + BUCKETS + count)
         noise = max(gradient.relative, bounds.unit([first.dtype])) * first.norm
         typical = noise / math.sqrt(first.size)
-        clear = places[np.abs(first.values[places]) > CLEAR * typical]
-        return clear if len(clear) >= LEAST_CLEAR else None
+        clear: np.ndarray = places[np.abs(first.values[places]) > CLEAR * typical]
+        if len(clear) < LEAST_CLEAR:
+            return None
+        return clear
 
 
 class _Scales:
-    """Sizes with which differences are compared: of a tensor's elements, those of its module, and of all."""
+    """Sizes that differences are compared with: of a tensor's elements, its module's, and all."""
 
     def __init__(self, items: Iterable[tuple[str, TensorSketch]]) -> None:
         self._modules: dict[str, float] = {}
-        every = []
+        elements = []
         for name, found in items:
             if not found.size:
                 continue
             element = found.norm / math.sqrt(found.size)
             module = name.rpartition(".")[0]
             self._modules[module] = max(self._modules.get(module, 0.0), element)
-            every.append(element)
-        self._floor = SMALL * max(every, default=0.0)
+            elements.append(element)
+        self._floor = SMALL * max(elements, default=0.0)
 
     def of(self, name: str) -> float:
         """The size of an element below which a tensor's is small."""
@@ -242,13 +282,12 @@ def _of_value(
     is_exact = first.dtype not in bounds.UNITS
     norm = max(first.norm, other.norm)
     difference = _norm(other.values - first.values, first.size)
-    relative = difference / norm if norm else 0.0
     factor = _factor(first.values, other.values, first.size, allowed)
     tolerance = max(allowed, math.sqrt(2) * bounds.unit([first.dtype]))
     size = norm
     if pair.kind == BUFFER:
         tolerance += OF_BUFFERS
-    elif pair.kind in (GRADIENT, CLIPPED):
+    elif pair.is_gradient:
         size = max(norm, element * math.sqrt(first.size))
     elif pair.kind in bounds.LINEAR:
         tolerance *= 3
@@ -263,20 +302,34 @@ def _of_value(
         factor = None
     elif tolerance >= bounds.LIMIT and factor is None:
         likeness = Likeness.UNCLEAR
-    scaled = difference / size if size else 0.0
-    return TensorPair(
-        pair.update, pair.kind, pair.name, pair.rank, likeness, relative, scaled, factor, tolerance
+    return replace(
+        pair,
+        likeness=likeness,
+        relative=_share(difference, norm),
+        scaled=_share(difference, size),
+        factor=factor,
+        bound=tolerance,
     )
 
 
-def _norm(values: np.ndarray, size: int) -> float:
-    """The norm of the tensor that a difference of sketches belongs to; exact if all elements are kept."""
+def _share(part: float, whole: float) -> float:
+    """0 of nothing."""
+    if not whole:
+        return 0.0
+    return part / whole
+
+
+def _norm(values: Values, size: int) -> float:
+    """The norm of the tensor that a difference of sketches belongs to.
+
+    It is exact if all elements are kept.
+    """
     if size <= COORDINATES:
         return float(np.linalg.norm(values[1 + BUCKETS : 1 + BUCKETS + size]))
     return float(np.linalg.norm(values[1 : 1 + BUCKETS]))
 
 
-def _factor(first: np.ndarray, other: np.ndarray, size: int, allowed: float) -> float | None:
+def _factor(first: Values, other: Values, size: int, allowed: float) -> float | None:
     """What ``first`` is multiplied by to be ``other``; None if that is not all, or if it is 1."""
     if size < 2:
         return None
@@ -299,23 +352,24 @@ def _factor(first: np.ndarray, other: np.ndarray, size: int, allowed: float) -> 
 
 def _kinds(first: RankState, other: RankState, update: int) -> list[str]:
     """Kinds that both have in an update, in the order in which one follows from the other."""
-    mine = {kind for at, kind in first.tensors if at == update}
-    both = mine & {kind for at, kind in other.tensors if at == update}
+    both = set()
+    for at, kind in first.tensors.keys() & other.tensors.keys():
+        if at == update:
+            both.add(kind)
     order = [GRADIENT, CLIPPED]
     last = [BUFFER, PARAMETER, COPY]
-    states = sorted(both - {*order, *last})
-    return [kind for kind in [*order, *states, *last] if kind in both]
+    states = sorted(both.difference(order, last))
+    return [kind for kind in (*order, *states, *last) if kind in both]
 
 
-def _total(first: RankState, other: RankState, update: int) -> tuple[float, float]:
-    """The norm by which all parameters differ after an update, and that of their changes since the start."""
-    start = first.tensors.get((0, PARAMETER), {})
-    mine, others = (rank.tensors.get((update, PARAMETER), {}) for rank in (first, other))
+def _moved(first: RankState, other: RankState, update: int) -> Moved:
+    """How far parameters are apart after an update, as far as both runs have them."""
+    mine, others = first.state(update, PARAMETER), other.state(update, PARAMETER)
     apart = changed = 0.0
-    for name, begin in start.items():
+    for name, begin in first.state(0, PARAMETER).items():
         if name in mine and name in others:
             change = mine[name].values - begin.values
             difference = others[name].values - mine[name].values
             apart += _norm(difference, begin.size) ** 2
             changed += _norm(change, begin.size) ** 2
-    return math.sqrt(apart), math.sqrt(changed)
+    return Moved(math.sqrt(apart), math.sqrt(changed))

@@ -1,19 +1,21 @@
-"""Whether two runs train on the same samples, update by update, and how each cuts them into micro-batches."""
+"""Whether two runs train on the same samples, and how each cuts them into micro-batches."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from bench.audit.command.inside.records import Criterion
-from bench.audit.invariance.inside.state_records import MicroBatch
-from bench.audit.invariance.split_runs import RankState, SplitRun
+from bench.audit.invariance.split_runs import RankState, RecordedMicroBatch, SplitRun
 
 SAME_ROWS = 1e-3
-"""Of the same rows, sums of fingerprints differ by less, in units of the noise of so many other rows."""
+"""Of the same rows, sums of fingerprints differ by less, in units of the noise of so many other
+rows."""
 OTHER_ROWS = 0.3
 """Of other rows they differ by more."""
 EVEN = 1.01
@@ -36,6 +38,24 @@ class SamplesCheck:
     reason: str
 
 
+class RowCounts(NamedTuple):
+    """Rows of an update in two runs."""
+
+    first: int
+    other: int
+
+    @property
+    def are_equal(self) -> bool:
+        return self.first == self.other
+
+
+class Terms(NamedTuple):
+    """How many terms the losses of micro-batches have."""
+
+    fewest: int
+    most: int
+
+
 def backwards(run: SplitRun, update: int) -> int:
     """Backwards of an update, on the rank that has most."""
     return max((len(rank.of_update(update)) for rank in run.ranks.values()), default=0)
@@ -47,42 +67,43 @@ def rows(run: SplitRun, update: int) -> dict[int, int]:
     Some inputs, such as positions, have as many rows for any micro-batch.
     """
     found: dict[int, int] = defaultdict(int)
-    for rank in run.ranks.values():
-        for micro_batch in rank.of_update(update):
-            for place, values in enumerate(micro_batch.data):
-                found[place] += int(values[0])
+    for micro_batch in run.of_update(update):
+        for place, given in enumerate(micro_batch.data):
+            found[place] += given.rows
     return dict(found)
 
 
-def compare_rows(first: SplitRun, other: SplitRun, update: int) -> tuple[int, int] | None:
-    """Rows of an update in both runs, equal if any input has as many in both; None if no input shows them.
+def compare_rows(first: SplitRun, other: SplitRun, update: int) -> RowCounts | None:
+    """Rows of an update in both runs, equal if any input has as many in both.
+
+    None if none shows them.
 
     Where micro-batches are to have other sizes, an input that has as many rows in each is no data.
     """
     mine, others = rows(first, update), rows(other, update)
-    counts = backwards(first, update), backwards(other, update)
+    num_first, num_other = backwards(first, update), backwards(other, update)
     is_cut = first.split.batch != other.split.batch
-    pairs = []
+    found = []
     for place in mine:
         if place not in others:
             continue
-        is_constant = mine[place] * counts[1] == others[place] * counts[0]
-        if mine[place] == others[place] or not (is_cut and is_constant):
-            pairs.append((mine[place], others[place]))
-    if not pairs:
-        return None
-    return next((pair for pair in pairs if pair[0] == pair[1]), max(pairs))
+        counts = RowCounts(mine[place], others[place])
+        if counts.are_equal:
+            return counts
+        is_constant = counts.first * num_other == counts.other * num_first
+        if not (is_cut and is_constant):
+            found.append(counts)
+    return max(found, default=None)
 
 
 def check_samples(first: SplitRun, other: SplitRun, bound: float) -> SamplesCheck:
-    """Compare the rows that models were given, then the indices that loaders gave, then the losses."""
+    """Compare rows that models were given, then indices that loaders gave, then losses."""
     inputs, indices = _compare_inputs(first, other, 1), _compare_indices(first, other)
-    if inputs is None and indices is None:
-        return _compare_losses(first, other, bound)
-    if inputs is None or (indices is not None and inputs.samples is indices.samples):
-        assert indices is not None
+    if indices is None:
+        return inputs or _compare_losses(first, other, bound)
+    if inputs is None or inputs.samples is indices.samples:
         return indices
-    if indices is not None and inputs.samples is Samples.OTHER:
+    if inputs.samples is Samples.OTHER:
         reason = "the loaders draw the same samples, but what they make of them differs"
         return SamplesCheck(Samples.OTHER, f"{reason}: seed what is random in it per sample")
     return inputs
@@ -96,7 +117,7 @@ def same_updates(first: SplitRun, other: SplitRun) -> int:
         if inputs is not None and inputs.samples is Samples.OTHER:
             return update - 1
         counts = compare_rows(first, other, update)
-        if counts is not None and counts[0] != counts[1]:
+        if counts is not None and not counts.are_equal:
             return update - 1
     return updates
 
@@ -104,19 +125,31 @@ def same_updates(first: SplitRun, other: SplitRun) -> int:
 # Rows
 
 
+@dataclass
+class _Sums:
+    """Of fingerprints of rows."""
+
+    rows: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+
+
 def _compare_inputs(first: SplitRun, other: SplitRun, update: int) -> SamplesCheck | None:
-    """By what models were given in an update; None if it is not visible, or not in the same form."""
+    """By what models were given in an update.
+
+    None if it is not visible, or not in the same form.
+    """
     mine, others = _sums(first, update), _sums(other, update)
-    common = [shape for shape in mine if shape in others and mine[shape][0] == others[shape][0]]
     apart = []
-    for shape in common:
-        count, total, squares = mine[shape]
-        _, other_total, other_squares = others[shape]
-        noise = math.sqrt(max(squares, other_squares))
-        if not noise:
+    for place, ours in mine.items():
+        theirs = others.get(place)
+        if theirs is None or theirs.rows != ours.rows:
             continue
-        apart.append(abs(other_total - total) / noise)
-        apart.append(abs(other_squares - squares) / noise**2 * math.sqrt(count))
+        noise = math.sqrt(max(ours.squares, theirs.squares))
+        if noise:
+            apart.append(abs(theirs.total - ours.total) / noise)
+            of_squares = abs(theirs.squares - ours.squares) / noise**2
+            apart.append(of_squares * math.sqrt(ours.rows))
     if not apart:
         return None
     if max(apart) < SAME_ROWS:
@@ -128,15 +161,16 @@ def _compare_inputs(first: SplitRun, other: SplitRun, update: int) -> SamplesChe
     return None
 
 
-def _sums(run: SplitRun, update: int) -> dict[tuple[int, int], tuple[int, float, float]]:
-    """Rows and sums of fingerprints by the input's place among those of its graph and the elements of its rows."""
-    found: dict[tuple[int, int], tuple[int, float, float]] = {}
-    for rank in run.ranks.values():
-        for micro_batch in rank.of_update(update):
-            for place, (count, width, total, squares) in enumerate(micro_batch.data):
-                before = found.get((place, width), (0, 0.0, 0.0))
-                found[place, width] = before[0] + count, before[1] + total, before[2] + squares
-    return found
+def _sums(run: SplitRun, update: int) -> dict[tuple[int, int], _Sums]:
+    """By the input's place among those of its graph, and the elements of its rows."""
+    found: dict[tuple[int, int], _Sums] = defaultdict(_Sums)
+    for micro_batch in run.of_update(update):
+        for place, given in enumerate(micro_batch.data):
+            sums = found[place, given.width]
+            sums.rows += given.rows
+            sums.total += given.total
+            sums.squares += given.squares
+    return dict(found)
 
 
 # Indices
@@ -145,26 +179,18 @@ def _sums(run: SplitRun, update: int) -> dict[tuple[int, int], tuple[int, float,
 def _compare_indices(first: SplitRun, other: SplitRun) -> SamplesCheck | None:
     """By the numbers of samples that loaders have handed out; None if they show none."""
     ranks = sorted(first.ranks.keys() & other.ranks.keys())
-    drawn = [(_indices(first.ranks[rank]), _indices(other.ranks[rank])) for rank in ranks]
-    if not any(mine and others for mine, others in drawn):
+    are_shown, are_same = False, True
+    for rank in ranks:
+        mine, others = _indices(first.ranks[rank]), _indices(other.ranks[rank])
+        are_shown |= bool(mine and others)
+        are_same &= _begin_alike(mine, others)
+    if not are_shown:
         return None
-    if all(_begin_alike(mine, others) for mine, others in drawn):
+    if are_same:
         return SamplesCheck(Samples.SAME, "the loaders draw the same samples in the same order")
-    counts = {_per_update(run.ranks[rank]) for run in (first, other) for rank in ranks}
-    if len(counts) == 1 and None not in counts:
-        (count,) = counts
-        assert count is not None
-        updates = min(first.updates, other.updates)
-        unions = [
-            [
-                _union([sequences[side] for sequences in drawn], count * update)
-                for update in range(1, updates + 1)
-            ]
-            for side in (0, 1)
-        ]
-        if unions[0] == unions[1]:
-            reason = "the loaders of all ranks together draw the same samples for each update"
-            return SamplesCheck(Samples.SAME, reason)
+    if _draw_the_same_together(first, other, ranks):
+        reason = "the loaders of all ranks together draw the same samples for each update"
+        return SamplesCheck(Samples.SAME, reason)
     return SamplesCheck(Samples.OTHER, "the loaders draw other samples: seed the sampler")
 
 
@@ -172,34 +198,59 @@ def _indices(rank: RankState) -> dict[int, list[int]]:
     """By loader, in the order in which they were handed out."""
     found: dict[int, list[int]] = defaultdict(list)
     for micro_batch in rank.micro_batches:
-        for loader, samples in micro_batch.samples:
-            found[loader] += samples
+        for drawn in micro_batch.samples:
+            found[drawn.loader] += drawn.indices
     return dict(found)
 
 
 def _begin_alike(first: dict[int, list[int]], other: dict[int, list[int]]) -> bool:
     if first.keys() != other.keys():
         return False
-    return all(
-        mine[: len(others)] == others[: len(mine)]
-        for mine, others in ((first[loader], other[loader]) for loader in first)
-    )
+    for loader, mine in first.items():
+        others = other[loader]
+        if mine[: len(others)] != others[: len(mine)]:
+            return False
+    return True
+
+
+def _draw_the_same_together(first: SplitRun, other: SplitRun, ranks: Iterable[int]) -> bool:
+    """Whether the ranks are handed out the same samples until each update, in any order."""
+    counts = set()
+    for run in (first, other):
+        for rank in ranks:
+            counts.add(_per_update(run.ranks[rank]))
+    count = counts.pop()
+    if counts or count is None:
+        return False
+    for update in range(1, min(first.updates, other.updates) + 1):
+        drawn = count * update
+        if _drawn_together(first, ranks, drawn) != _drawn_together(other, ranks, drawn):
+            return False
+    return True
 
 
 def _per_update(rank: RankState) -> int | None:
-    """Samples that a rank is handed out between two updates; None if they are not always as many."""
+    """Samples that a rank is handed out between two updates.
+
+    None if they are not always as many.
+    """
     drawn: Counter[int] = Counter()
     for micro_batch in rank.micro_batches:
-        drawn[micro_batch.update] += sum(len(samples) for _, samples in micro_batch.samples)
+        num_samples = sum(len(samples.indices) for samples in micro_batch.samples)
+        drawn[micro_batch.update] += num_samples
     later = [count for update, count in drawn.items() if update > 1]
-    return statistics.mode(later) if later and len(set(later)) == 1 else None
+    if len(set(later)) != 1:
+        return None
+    return statistics.mode(later)
 
 
-def _union(sequences: list[dict[int, list[int]]], count: int) -> Counter[tuple[int, int]]:
+def _drawn_together(run: SplitRun, ranks: Iterable[int], count: int) -> Counter[tuple[int, int]]:
+    """The first ``count`` samples of each loader of each rank."""
     found: Counter[tuple[int, int]] = Counter()
-    for by_loader in sequences:
-        for loader, samples in by_loader.items():
-            found.update((loader, sample) for sample in samples[:count])
+    for rank in ranks:
+        for loader, samples in _indices(run.ranks[rank]).items():
+            for sample in samples[:count]:
+                found[loader, sample] += 1
     return found
 
 
@@ -217,43 +268,60 @@ def _compare_losses(first: SplitRun, other: SplitRun, bound: float) -> SamplesCh
 
 
 def _loss(run: SplitRun) -> float | None:
-    """The loss of the first update over all of its terms; None if micro-batches have not one criterion each."""
+    """The loss of the first update over all of its terms.
+
+    None if micro-batches have not one criterion each.
+    """
     total = weight = 0.0
-    for rank in run.ranks.values():
-        for micro_batch in rank.of_update(1):
-            criterion = main_criterion(micro_batch)
-            if criterion is None or not criterion.seed or micro_batch.loss is None:
-                return None
-            terms = float(criterion.terms or 1)
-            value = micro_batch.loss / criterion.seed
-            total += value if criterion.reduction == "sum" else value * terms
-            weight += terms
-    return total / weight if weight else None
+    for micro_batch in run.of_update(1):
+        criterion = main_criterion(micro_batch)
+        if criterion is None or not criterion.seed or micro_batch.loss is None:
+            return None
+        terms = float(criterion.terms or 1)
+        value = micro_batch.loss / criterion.seed
+        if criterion.reduction != "sum":
+            value *= terms
+        total += value
+        weight += terms
+    if not weight:
+        return None
+    return total / weight
 
 
-def main_criterion(micro_batch: MicroBatch) -> Criterion[float] | None:
+def main_criterion(micro_batch: RecordedMicroBatch) -> Criterion[float] | None:
     """The only criterion of a micro-batch."""
     if len(micro_batch.criteria) != 1:
         return None
-    criterion: Criterion[float] = micro_batch.criteria[0]
-    return criterion
+    return micro_batch.criteria[0]
 
 
-def uneven_terms(run: SplitRun) -> tuple[int, int] | None:
-    """The fewest and most terms of micro-batches of an update whose factors do not follow them, if there are such."""
+def uneven_terms(run: SplitRun) -> Terms | None:
+    """Of an update whose micro-batches have other numbers of terms than their factors follow."""
     for rank in run.ranks.values():
         for update in range(1, rank.updates + 1):
-            criteria = [main_criterion(found) for found in rank.of_update(update)]
-            known = [found for found in criteria if found is not None and found.terms]
-            if len(known) < 2 or len(known) < len(criteria):
-                continue
-            terms = [int(found.terms or 0) for found in known]
-            per_term = [_factor_of_term(found) for found in known]
-            if max(terms) > EVEN * min(terms) and max(per_term) > EVEN * min(per_term) > 0:
-                return min(terms), max(terms)
+            found = _uneven_terms(rank.of_update(update))
+            if found is not None:
+                return found
+    return None
+
+
+def _uneven_terms(micro_batches: Iterable[RecordedMicroBatch]) -> Terms | None:
+    terms, factors = [], []
+    for micro_batch in micro_batches:
+        criterion = main_criterion(micro_batch)
+        if criterion is None or not criterion.terms:
+            return None
+        terms.append(int(criterion.terms))
+        factors.append(_factor_of_term(criterion))
+    if len(terms) < 2:
+        return None
+    if max(terms) > EVEN * min(terms) and max(factors) > EVEN * min(factors) > 0:
+        return Terms(min(terms), max(terms))
     return None
 
 
 def _factor_of_term(criterion: Criterion[float]) -> float:
     seed = abs(float(criterion.seed or 0.0))
-    return seed if criterion.reduction == "sum" else seed / float(criterion.terms or 1)
+    if criterion.reduction == "sum":
+        return seed
+    return seed / float(criterion.terms or 1)

@@ -1,4 +1,4 @@
-"""Lint of training configs: what gradient accumulation will do with their numbers, before anything is trained.
+"""Lint of training configs: what accumulation will do with their numbers, before training.
 
 What a file is follows from its keys (``config_kinds``). Every finding names its place, says in the
 config's own numbers what will happen and how to mend it, and names a scenario that shows it in
@@ -52,10 +52,11 @@ class _Training:
 def lint(paths: Sequence[Path], options: LintOptions) -> list[LintFinding]:
     """The findings in config files, and in those of folders, by file and line.
 
-    A DeepSpeed config that another config among the files names is read as part of it, and not as one for DeepSpeed
-    alone. One config of accelerate and one of TrainingArguments that are named themselves belong together. What is
-    wrong with one file does not stop the others: it goes to ``options.problems``, and what is not judged to
-    ``options.notes``. Raises InputError if the only file cannot be read, is wrong, or is of no kind that lint knows.
+    A DeepSpeed config that another config among the files names is read as part of it, and not as
+    one for DeepSpeed alone. One config of accelerate and one of TrainingArguments that are named
+    themselves belong together. What is wrong with one file does not stop the others: it goes to
+    ``options.problems``, and what is not judged to ``options.notes``. Raises InputError if the only
+    file cannot be read, is wrong, or is of no kind that lint knows.
     """
     files = list(_files(paths))
     trainings: list[_Training] = []
@@ -111,7 +112,10 @@ def _nothing_known(paths: Sequence[Path], files: Sequence[Path], options: LintOp
 
 
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
-    """The files that are named, and those of folders that may be configs. Raises InputError for an empty folder."""
+    """The files that are named, and those of folders that may be configs.
+
+    Raises InputError for an empty folder.
+    """
     for path in paths:
         if not path.is_dir():
             yield path
@@ -134,13 +138,17 @@ def _files_of(folder: Path) -> Iterator[Path]:
                 number += 1
                 if number > MOST_FILES:
                     raise InputError(
-                        f"{folder}: has more than {MOST_FILES} files that may be configs; name a part"
+                        f"{folder}: has more than {MOST_FILES} files that may be configs; name a "
+                        "part"
                     )
                 yield path
 
 
 def _trainings(file: Path, options: LintOptions) -> list[_Training]:
-    """What a file trains; nothing if it is of no known kind. Raises InputError if it cannot be read."""
+    """What a file trains; nothing if it is of no known kind.
+
+    Raises InputError if it cannot be read.
+    """
     suffix = file.suffix[1:].lower()
     if suffix in SCRIPTS:
         found = list(_of_script(file, options))
@@ -203,6 +211,9 @@ def _subjects(training: _Training) -> Iterable[object]:
     """What rules are about in a training. Raises InputError for a wrong value."""
     config, options, launch = training.config, training.options, training.launch
     adapter = config.adapter
+    dtype_keys: tuple[str, ...] = ()
+    if adapter is not None:
+        dtype_keys = adapter.dtype_keys
     if config.reader is Reader.LIGHTNING:
         yield from lightning_rules.subjects(
             config.root, options, is_command_line=config.is_command_line
@@ -219,7 +230,7 @@ def _subjects(training: _Training) -> Iterable[object]:
             options,
             launch=launch,
             has_bf16_parameters=adapter is not None and adapter.bf16_parameters,
-            dtype_keys=adapter.dtype_keys if adapter is not None else (),
+            dtype_keys=dtype_keys,
             has_plain_defaults=adapter is not None and not adapter.evidence,
         )
         if launch is not None:

@@ -1,4 +1,7 @@
-"""The YAML of ``accelerate config``: what ``accelerate launch`` makes of it. Measured with accelerate 1.15.0."""
+"""The YAML of ``accelerate config``: what ``accelerate launch`` makes of it.
+
+Measured with accelerate 1.15.0.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,8 @@ from bench.findings import Level
 PLUGIN = "accelerate/utils/dataclasses.py DeepSpeedPlugin"
 ACCELERATOR, SCHEDULER = "accelerate/accelerator.py", "accelerate/scheduler.py"
 NONE = "none"
+DEFAULT_STAGE = 2
+"""Of ZeRO, where a config has none."""
 SAGEMAKER = "AMAZON_SAGEMAKER"
 SEVERAL_RANKS = {
     *(
@@ -84,7 +89,9 @@ def world_size(root: ConfigPart, options: LintOptions) -> int | None:
 def subjects(
     root: ConfigPart, options: LintOptions, trainer: ConfigPart | None = None
 ) -> Iterator[object]:
-    """What rules are about in a config of accelerate; ``trainer``: the TrainingArguments that are launched with it.
+    """What rules are about in a config of accelerate.
+
+    ``trainer``: the TrainingArguments that are launched with it.
 
     Raises InputError for a wrong value.
     """
@@ -107,7 +114,8 @@ def subjects(
         yield from deepspeed_keys(given, options)
     elif place.given:
         options.note(
-            f"{place.file}:{place.line}: {place.key} {place.value} is not here, so it was not judged"
+            f"{place.file}:{place.line}: {place.key} {place.value} is not here, so it was not "
+            "judged"
         )
         engine = dataclasses.replace(engine, is_known=False)
     yield AccelerateDeepSpeed(root, inner, given, engine, options, ranks, trainer)
@@ -120,7 +128,9 @@ def subjects(
         )
         if engine.clip:  # accelerate drops a threshold of 0
             yield SameValue(engine.part.at("gradient_clipping"), arguments.clip, "max_grad_norm")
-    precision = root.at("mixed_precision")
+    place = precision = root.at("mixed_precision")
+    if not precision.given:
+        place = inner
     if not engine.is_known:
         return
     yield GradientSum(
@@ -128,21 +138,26 @@ def subjects(
         n or 1,
         options,
         ranks,
-        precision if precision.given else inner,
+        place,
     )
 
 
 def _engine(inner: ConfigPart) -> DeepSpeedConfig:
     """What accelerate tells DeepSpeed where there is no config file."""
-    clip, stage = inner.at("gradient_clipping"), inner.at("zero_stage").zero_stage()
+    clip, threshold = inner.at("gradient_clipping"), None
+    if clip.value != NONE:
+        threshold = clip.number(also=AUTO)
+    stage = inner.at("zero_stage").zero_stage()
+    if stage is None:
+        stage = DEFAULT_STAGE
     return DeepSpeedConfig(
         # Its keys are DeepSpeed's only in part; none of them is one that rules about sums look up.
         part=inner,
         accumulate=inner.at("gradient_accumulation_steps").integer(
             most=LARGEST_ACCUMULATE, also=AUTO
         ),
-        clip=None if clip.value == NONE else clip.number(also=AUTO),
-        stage=2 if stage is None else stage,
+        clip=threshold,
+        stage=stage,
         offload=inner.at("offload_optimizer_device").string() not in {None, NONE},
     )
 
@@ -157,16 +172,19 @@ def _schedule(several: AccelerateRanks) -> Iterator[Found]:
     ranks = several.num_ranks
     yield Found(
         several.place,
-        f"a scheduler that a script passes to accelerator.prepare steps {ranks} times per update: T steps end after "
+        f"a scheduler that a script passes to accelerator.prepare steps {ranks} times per "
+        "update: T steps end after "
         f"T / {ranks} updates; Hugging Face's Trainer steps its own once",
-        f"multiply the schedule's length by {ranks}, or pass step_scheduler_with_optimizer=False and step it yourself",
+        f"multiply the schedule's length by {ranks}, or pass step_scheduler_with_optimizer=False "
+        "and step it yourself",
     )
 
 
 @rule(
     AccelerateDeepSpeed,
     "MIS02",
-    "accelerate: {mixed_precision: bf16, deepspeed_config: {deepspeed_config_file: ds.json}}, named: {}",
+    "accelerate: {mixed_precision: bf16, deepspeed_config: {deepspeed_config_file: ds.json}}, "
+    "named: {}",
 )
 @says(
     Level.ERROR,
@@ -185,7 +203,10 @@ def _beside(both: AccelerateDeepSpeed) -> Iterator[Found]:
     name = both.inner.at("deepspeed_config_file").value
     for place in [*map(both.inner.at, settings), both.root.at("mixed_precision")]:
         if place.given:
-            what = f"accelerate raises ValueError: {place.name} must not be set beside deepspeed_config_file {name}"
+            what = (
+                f"accelerate raises ValueError: {place.name} must not be set beside "
+                f"deepspeed_config_file {name}"
+            )
             yield Found(place, what, f"remove {place.name}, and set it in {name}")
 
 
@@ -208,13 +229,22 @@ def _accumulate(both: AccelerateDeepSpeed) -> Iterator[Found]:
     if not both.is_script:
         return
     if both.file is not None and not place.given:
-        what = "without gradient_accumulation_steps in its file, accelerate sets it to 1, whatever the script says"
+        what = (
+            "without gradient_accumulation_steps in its file, accelerate sets it to 1, whatever "
+            "the script says"
+        )
         fix = 'add "gradient_accumulation_steps": "auto" to the DeepSpeed config'
         yield Found(both.inner.at("deepspeed_config_file"), what, fix, AUDIT, code="GAS02")
     elif place.given and n != AUTO:
-        what = f"N is {n} whatever a script says: Accelerator(gradient_accumulation_steps=...) is overruled; Hugging "
+        what = (
+            f"N is {n} whatever a script says: Accelerator(gradient_accumulation_steps=...) is "
+            "overruled; Hugging "
+        )
         what += "Face's Trainer refuses another N than its own"
-        fix = f"remove it and set N in the script, or read accelerator.gradient_accumulation_steps ({n}) there"
+        fix = (
+            "remove it and set N in the script, or read accelerator.gradient_accumulation_steps "
+            f"({n}) there"
+        )
         yield Found(place, what, fix, AUDIT, code="GAS03")
 
 
@@ -224,7 +254,10 @@ def _accumulate(both: AccelerateDeepSpeed) -> Iterator[Found]:
     "accelerate: {deepspeed_config: {zero_stage: 2, gradient_clipping: 0.0}}",
 )
 def _silent_clip(both: AccelerateDeepSpeed) -> Iterator[Found]:
-    """Accelerate keeps a threshold only if it is not 0, and fills in 1.0; the Trainer fills in max_grad_norm first."""
+    """Accelerate keeps a threshold only if it is not 0, and fills in 1.0.
+
+    The Trainer fills in max_grad_norm first.
+    """
     place = both.inner.at("gradient_clipping")
     same = f"{ACCELERATOR} _prepare_deepspeed; engine.gradient_clipping() is 1.0 after prepare"
     nothing = 'name a deepspeed_config_file with "gradient_clipping": 0.0 to clip nothing'
@@ -255,7 +288,8 @@ def _silent_clip(both: AccelerateDeepSpeed) -> Iterator[Found]:
 @rule(
     AccelerateDeepSpeed,
     "TAIL01",
-    "accelerate: {deepspeed_config: {gradient_accumulation_steps: 4, gradient_clipping: 1}}, samples: 9, batch_size: 1",
+    "accelerate: {deepspeed_config: {gradient_accumulation_steps: 4, gradient_clipping: 1}}, "
+    "samples: 9, batch_size: 1",
     "GAS03",
 )
 def _underweighted(both: AccelerateDeepSpeed) -> Iterator[Found]:
@@ -270,9 +304,12 @@ def _underweighted(both: AccelerateDeepSpeed) -> Iterator[Found]:
     if plan is not None and (tail := plan.partial_window):
         yield Found(
             both.accumulate,
-            f"{plan.micro_batches_per_epoch} micro-batches per epoch and rank leave {tail} after {plan.full_windows} "
-            f"windows of {n}: with a prepared loader, accumulate() steps after them but divides by {n}, so the last "
-            f"step has {tail}/{n} of the mean gradient; with another loader, DeepSpeed carries them over",
+            f"{plan.micro_batches_per_epoch} micro-batches per epoch and rank leave {tail} after "
+            f"{plan.full_windows} "
+            f"windows of {n}: with a prepared loader, accumulate() steps after them but divides "
+            f"by {n}, so the last "
+            f"step has {tail}/{n} of the mean gradient; with another loader, DeepSpeed carries "
+            "them over",
             f"make the samples a multiple of {(micro or 0) * n * (ranks or 0)}",
             f"{ACCELERATOR} backward divides by gradient_accumulation_steps in every window",
             Level.NOTE,

@@ -1,4 +1,7 @@
-"""Classes that a config names: LightningCLI's class_path and init_args, Hydra's _target_, target and params, a name."""
+"""Classes that a config names.
+
+That is by LightningCLI's class_path and init_args, Hydra's _target_, target and params, or a name.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ def is_class(part: ConfigPart) -> bool:
 
 
 def class_name(part: ConfigPart) -> str:
-    """The class without its modules, or a plain name; empty if there is none, or it is not known here.
+    """The class without its modules, or a plain name.
+
+    Empty if there is none, or it is not known here.
 
     Raises InputError if the name is no string.
     """

@@ -56,8 +56,8 @@ class Repeated:
 class ConfigPart:
     """The part of a config file under a path of keys; it may be missing.
 
-    ``checked`` and the methods below it raise InputError for a wrong value. They return None if it is missing, the word
-    ``also``, or not known here.
+    ``checked`` and the methods below it raise InputError for a wrong value. They return None if it
+    is missing, the word ``also``, or not known here.
     """
 
     file: str
@@ -146,7 +146,9 @@ class ConfigPart:
     def renamed(
         self, places: Mapping[str, str], defaults: Mapping[str, Any] | None = None
     ) -> ConfigPart:
-        """The same values under other dotted keys: {new key: key under this part, or empty for this part itself}.
+        """The same values under other dotted keys.
+
+        By new key it is given the key under this part, or an empty one for this part itself.
 
         A default is the value of a new key that the file does not set; its place is where the file
         would set it.
@@ -185,7 +187,10 @@ class ConfigPart:
     def checked(
         self, is_right: Callable[[Any], bool], expected: str, also: str | None = None
     ) -> Any:
-        """The value, if it is right; None if it is missing, not known here, or the word ``also``."""
+        """The value, if it is right.
+
+        None if it is missing, not known here, or the word ``also``.
+        """
         value = self.value
         if value is None or value == also or self.unknown:
             return None
@@ -341,7 +346,9 @@ def _loaded(text: str, file: str, *, is_json: bool) -> ConfigPart:
     try:
         loader = _Loader(text, file, is_json=is_json)
         node = loader.get_single_node()
-        values = None if node is None else loader.value_of(node, ())
+        values = None
+        if node is not None:
+            values = loader.value_of(node, ())
     except InputError:
         raise
     except RecursionError:
@@ -378,7 +385,10 @@ STRING_OR_COMMENT = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/\*.*?\*/'
 
 
 def without_comments(text: str) -> str:
-    """The text without the comments that DeepSpeed's reader (hjson) skips; each character stays in its line."""
+    """The text without the comments that DeepSpeed's reader (hjson) skips.
+
+    Each character stays in its line.
+    """
 
     def blank(found: re.Match[str]) -> str:
         word = found.group()
@@ -390,7 +400,10 @@ def without_comments(text: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-    """PyYAML's safe loader, which makes no objects of a user's classes, and notes lines. JSON's scalars are JSON's."""
+    """PyYAML's safe loader, which makes no objects of a user's classes, and notes lines.
+
+    JSON's scalars are JSON's.
+    """
 
     def __init__(self, text: str, file: str, *, is_json: bool) -> None:
         self.file, self.json = file, ""
@@ -429,7 +442,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
         return self.construct_object(node, deep=True)
 
     def mapping_of(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
-        """The keys of a mapping, of which a repeated one has its last value, and a merged one gives way."""
+        """The keys of a mapping: a repeated one has its last value, and a merged one gives way."""
         for each in self.doubles.pop(id(node), ()):
             self.repeated.append(replace(each, path=path + each.path))
         self.flatten_mapping(node)

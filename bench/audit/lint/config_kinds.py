@@ -18,7 +18,8 @@ from bench.audit.lint.config_file import ConfigPart
 from bench.audit.lint.known_keys import known_keys
 
 EXPECTED = (
-    "a YAML, JSON, TOML or shell script of Lightning, DeepSpeed, accelerate, Hugging Face's TrainingArguments, TRL, "
+    "a YAML, JSON, TOML or shell script of Lightning, DeepSpeed, accelerate, Hugging Face's "
+    "TrainingArguments, TRL, "
     "LLaMA-Factory, axolotl, torchtune, LitGPT, nanotron, GPT-NeoX or torchtitan"
 )
 TRAINERS = ("trainer", "fit.trainer", "lightning.trainer", "pl_trainer", "trainer.params", "")
@@ -228,7 +229,10 @@ def _is_like(root: ConfigPart, adapter: Adapter, suffix: str) -> bool:
 
 
 def _has_training_arguments(root: ConfigPart, least: int) -> bool:
-    """Whether keys that only TrainingArguments have are there; ``num_train_epochs`` needs more beside it."""
+    """Whether keys that only TrainingArguments have are there.
+
+    ``num_train_epochs`` needs more beside it.
+    """
     found = has(root, TRAINING_OWN)
     is_wrapped = any(
         isinstance(root.at(key).value, dict) for key in ("num_train_epochs", *TRAINING_NEEDS[:2])
@@ -318,7 +322,10 @@ def _is_trainer(part: ConfigPart) -> bool:
 
 
 def _is_of_command_line(around: ConfigPart) -> bool:
-    """Whether LightningCLI wrote or reads the file: it names classes by ``class_path``, and has keys of its own."""
+    """Whether LightningCLI wrote or reads the file.
+
+    It names classes by ``class_path``, and has keys of its own.
+    """
     if has(around, ("seed_everything", "ckpt_path")):
         return True
     return any(

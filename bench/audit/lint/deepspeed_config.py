@@ -56,7 +56,10 @@ class DeepSpeedConfig:
     def with_dtypes(
         self, above: Collection[str], *, auto: bool = True, missing: bool = True
     ) -> DeepSpeedConfig:
-        """The config with the dtypes of the framework above it, which fills in 'auto', or what is missing, or both."""
+        """The config with the dtypes of the framework above it.
+
+        That fills in 'auto', or what is missing, or both.
+        """
 
         def is_on(name: str, *, given: bool) -> bool:
             place = self.part.at(name)
@@ -84,6 +87,8 @@ def read(part: ConfigPart) -> DeepSpeedConfig:
     for name in ("zero_optimization", "bf16", "bfloat16", "fp16", "data_types"):
         part.at(name).mapping()
     dtype = part.at("data_types.grad_accum_dtype").string()
+    if dtype == AUTO:
+        dtype = None
     offload = part.at("zero_optimization.offload_optimizer").mapping()
     return DeepSpeedConfig(
         part=part,
@@ -97,7 +102,7 @@ def read(part: ConfigPart) -> DeepSpeedConfig:
         offload=offload.given and offload.at("device").string() not in {None, "none"},
         bf16=part.at(f"{_bf16_key(part)}.enabled").flag(default=False, also=AUTO),
         fp16=part.at("fp16.enabled").flag(default=False, also=AUTO),
-        accumulation_dtype=None if dtype == AUTO else dtype,
+        accumulation_dtype=dtype,
         drop_last=part.at("dataloader_drop_last").flag(default=False, also=AUTO),
         managed=part.at("managed_gradient_accumulation").flag(default=True),
     )
@@ -123,7 +128,7 @@ def deepspeed_part(place: ConfigPart) -> ConfigPart | None:
 
 
 def named_file(file: Path, name: str) -> Path | None:
-    """The file that a config or script names: from here, from beside it, or from a folder above it."""
+    """The file that a config or script names: from here, beside it, or a folder above it."""
     with suppress(OSError, ValueError):  # too long a name, or one with a null character
         for folder in (Path(), *list(file.parents)[:MOST_ABOVE]):
             if (folder / name).is_file() and name.endswith((".json", ".yaml", ".yml")):
@@ -132,7 +137,7 @@ def named_file(file: Path, name: str) -> Path | None:
 
 
 def deepspeed_keys(part: ConfigPart, options: LintOptions) -> Iterator[object]:
-    """The keys of a DeepSpeed config: it ignores unknown ones at the top, and refuses them below."""
+    """The keys of a DeepSpeed config; unknown ones are ignored at the top, and refused below."""
     yield Keys(part, "deepspeed", "DeepSpeed")
     for name in ("zero_optimization", "bf16", "fp16"):
         is_refused, ignored = True, set[str]()

@@ -44,7 +44,10 @@ class DeepSpeedAlone:
 
 
 def subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
-    """What rules are about in a config for ``deepspeed.initialize``. Raises InputError for a wrong value."""
+    """What rules are about in a config for ``deepspeed.initialize``.
+
+    Raises InputError for a wrong value.
+    """
     config = deepspeed_config.read(part)
     yield from repeated_keys(part, is_deepspeed=True)
     yield from deepspeed_keys(part, options)
@@ -61,7 +64,10 @@ def _note_autos(config: DeepSpeedConfig, accumulate: int | None, options: LintOp
         f"{config.part.file}: 'auto' leaves {', '.join(config.autos)} to the arguments that "
         "are used with it, so what "
     )
-    line += "depends on them was not judged; lint the TrainingArguments or the script that names this file too"
+    line += (
+        "depends on them was not judged; lint the TrainingArguments or the script that names "
+        "this file too"
+    )
     is_16_bits = config.bf16 or "bf16.enabled" in config.autos
     if accumulate is None and is_16_bits and config.accumulation_dtype not in FP32:
         condition = "N > 1 and bf16"
@@ -94,7 +100,10 @@ def _no_batch_size(training: DeepSpeedAlone) -> Iterator[Found]:
         and config.micro_batch is None
         and not any(config.part.at(key).given for key in sizes)
     ):
-        what = "deepspeed.initialize refuses a config without a batch size; Lightning and accelerate fill it in"
+        what = (
+            "deepspeed.initialize refuses a config without a batch size; Lightning and "
+            "accelerate fill it in"
+        )
         fix = (
             "set train_micro_batch_size_per_gpu, or lint the Lightning config that names this file"
         )
@@ -115,9 +124,13 @@ def _batch_sizes(training: DeepSpeedAlone) -> Iterator[Found]:
     factors = {name: number for name, number in given.items() if number is not None}
     product, is_complete = math.prod(factors.values()), len(factors) == len(given)
     # DeepSpeed infers a missing factor by division without remainder, and then refuses the product.
-    if train == product if is_complete else train % product == 0:
+    wanted = str(product)
+    fits = train == product
+    if not is_complete:
+        wanted = f"a multiple of {product}"
+        fits = train % product == 0
+    if fits:
         return
-    wanted = f"{'' if is_complete else 'a multiple of '}{product}"
     names = " x ".join(f"{name} {number}" for name, number in factors.items())
     what = f"DeepSpeed refuses train_batch_size {train}: it is not {wanted} = {names}"
     yield Found(
@@ -140,17 +153,20 @@ def _silent_clip(training: DeepSpeedAlone) -> Iterator[Found]:
     place = part.at("gradient_clipping")
     if place.given or training.config.autos or not is_known_bad(SILENT_CLIPPING, used):
         return
+    level = Level.WARNING
     # Without an optimizer it may be for inference, or a part that the program fills up.
-    is_complete = part.at("optimizer").given
+    if not part.at("optimizer").given:
+        level = Level.NOTE
     small = SmallRun(4, 8)
     yield Found(
         place,
-        f"gradient_clipping is not set: unless the program sets it, DeepSpeed {used} clips to norm 1.0, which versions "
+        f"gradient_clipping is not set: unless the program sets it, DeepSpeed {used} clips to "
+        "norm 1.0, which versions "
         "before 0.19.3 did not",
         'set "gradient_clipping" to 0.0 to clip nothing, or to the threshold that is meant',
         small.command("deepspeed-zero2-eager", clip=small.clip)
         + " (shows what a threshold does; the default is 1.0)",
-        Level.WARNING if is_complete else Level.NOTE,
+        level,
     )
 
 
@@ -160,7 +176,8 @@ def _silent_clip(training: DeepSpeedAlone) -> Iterator[Found]:
 def _carried(training: DeepSpeedAlone) -> Iterator[Found]:
     config, n, options = training.config, training.accumulate, training.options
     ranks, micro = options.world_size, options.batch_size or config.micro_batch
-    # A config with 'auto' is for Hugging Face's Trainer, which makes the engine step at the end of an epoch.
+    # A config with 'auto' is for Hugging Face's Trainer, which makes the engine step at the end of
+    # an epoch.
     if n is None or n <= 1 or not config.managed or config.autos:
         return
     if micro is None and config.batch is not None and ranks:
@@ -168,18 +185,27 @@ def _carried(training: DeepSpeedAlone) -> Iterator[Found]:
     plan = options.windows(n, micro, ranks, drop_last=config.drop_last)
     if plan is None or not plan.partial_window:
         return
-    num_batches, small = plan.micro_batches_per_epoch, SmallRun.of(n, plan.micro_batches_per_epoch)
+    num_batches = plan.micro_batches_per_epoch
+    small = SmallRun.of(n, num_batches)
+    backend = "deepspeed-zero2-eager"
+    if config.stage == 3:
+        backend = "deepspeed-zero3-eager"
+    code = "WIN01"
+    if plan.full_windows:
+        code = "TAIL02"
     yield Found(
         config.part.at("gradient_accumulation_steps"),
-        f"DeepSpeed continues a window in the next epoch: {num_batches} micro-batches per epoch and rank give "
-        f"{plan.full_windows} steps after one epoch and {2 * num_batches // n} after two. Training that ends after one "
+        f"DeepSpeed continues a window in the next epoch: {num_batches} micro-batches per epoch "
+        "and rank give "
+        f"{plan.full_windows} steps after one epoch and {2 * num_batches // n} after two. "
+        "Training that ends after one "
         f"epoch drops the last {plan.partial_window} micro-batches",
         f"make the samples a multiple of {(micro or 0) * n * (ranks or 0)}, or call "
         "engine.set_gradient_accumulation_boundary(True) before the last micro-batch of an epoch",
         small.command(
-            f"deepspeed-zero{3 if config.stage == 3 else 2}-eager",
+            backend,
             drop_last=config.drop_last,
             epochs=small.epochs_of_two_steps,
         ),
-        code="TAIL02" if plan.full_windows else "WIN01",
+        code=code,
     )

@@ -42,7 +42,10 @@ ADAPTERS = (
 
 
 class TrainerArguments:
-    """The fields of TrainingArguments that rules need. Raises InputError naming the key of a wrong value."""
+    """The fields of TrainingArguments that rules need.
+
+    Raises InputError naming the key of a wrong value.
+    """
 
     def __init__(
         self,
@@ -89,25 +92,28 @@ class TrainerArguments:
         """0 for no limit."""
         self.total_steps = self.max_steps
         """Optimizer steps of the whole training; 0 if they cannot be calculated."""
-        unknown = [
-            part.at(name).unknown
-            for name in ("max_steps", "num_train_epochs", "gradient_accumulation_steps")
-        ]
-        if self.max_steps or any(unknown):
-            pass
-        elif options.samples and (self.world_size or self.is_split):
-            # accelerate deals batches of the data set to the ranks in turn, or splits each among them.
-            ranks = 1
-            if not self.is_split:
-                ranks = self.world_size or 1
-            together = self.micro_batch * ranks
-            is_dropped = part.at("dataloader_drop_last").flag(default=False)
-            batches = options.samples // together if is_dropped else ceil(options.samples, together)
-            windows = windows_of(max(batches, 1), self.accumulate).windows
-            self.total_steps = math.ceil((DEFAULT_EPOCHS if epochs is None else epochs) * windows)
-        else:
-            options.want(options.samples, self.world_size, self.micro_batch)
+        ends = ("max_steps", "num_train_epochs", "gradient_accumulation_steps")
+        if not self.max_steps and not any(part.at(name).unknown for name in ends):
+            self.total_steps = self._steps_of_epochs(epochs)
         self.has_bf16_parameters = has_bf16_parameters
+
+    def _steps_of_epochs(self, epochs: float | None) -> int:
+        """Of the whole training; 0 if they cannot be calculated."""
+        options = self.options
+        if not options.samples or not (self.world_size or self.is_split):
+            options.want(options.samples, self.world_size, self.micro_batch)
+            return 0
+        # accelerate deals batches of the data set to the ranks in turn, or splits each among them.
+        ranks = 1
+        if not self.is_split:
+            ranks = self.world_size or 1
+        together = self.micro_batch * ranks
+        batches = ceil(options.samples, together)
+        if self.part.at("dataloader_drop_last").flag(default=False):
+            batches = options.samples // together
+        if epochs is None:
+            epochs = DEFAULT_EPOCHS
+        return math.ceil(epochs * windows_of(max(batches, 1), self.accumulate).windows)
 
     def _dtype(self, name: str) -> bool | None:
         """Whether training is in a dtype; None if it is not known."""
@@ -140,13 +146,17 @@ class TrainerArguments:
         return None
 
     def parameters(self) -> tuple[ConfigPart, str] | None:
-        """Where the parameters get a dtype of 16 bits, and which; None if they do not, or it is not known."""
+        """Where the parameters get a dtype of 16 bits, and which.
+
+        None if they do not, or it is not known.
+        """
         for key in ("parameters_bf16", "pure_bf16"):
             if self.part.at(key).value is True:
                 return self.part.at(key), "bf16"
         for key in self.dtype_keys:
             for dtype, names in NAMES.items():
-                # GradScaler refuses gradients of parameters in fp16, so that training does not start.
+                # GradScaler refuses gradients of parameters in fp16, so that training does not
+                # start.
                 is_refused = dtype == "fp16" and self.dtypes["fp16"]
                 if self.part.at(key).value in names and not is_refused:
                     return self.part.at(key), dtype
@@ -182,7 +192,7 @@ def subjects(
     dtype_keys: Sequence[str] = ("torch_dtype",),
     has_plain_defaults: bool = True,
 ) -> Iterator[object]:
-    """What rules are about in TrainingArguments, and the config of accelerate that they are launched with.
+    """What rules are about in TrainingArguments, and in accelerate's config of their launch.
 
     Raises InputError for a wrong value.
     """
@@ -201,7 +211,8 @@ def subjects(
         place = part.at("deepspeed")
         if place.value not in (False, ""):
             options.note(
-                f"{place.file}:{place.line}: the DeepSpeed config {place.value} is not here, and not judged"
+                f"{place.file}:{place.line}: the DeepSpeed config {place.value} is not here, and "
+                "not judged"
             )
     if arguments.given is not None:
         yield from _with_deepspeed(arguments, arguments.given, options)
@@ -271,13 +282,16 @@ def _two_factors(arguments: TrainerArguments) -> Iterator[Found]:
         arguments.part.at("gradient_accumulation_steps").value,
     )
     if inner.given and (outer or 1) > 1:
-        what = f"the Trainer raises ValueError: gradient_accumulation_steps is {outer}, and num_steps {inner.value}"
+        what = (
+            f"the Trainer raises ValueError: gradient_accumulation_steps is {outer}, and "
+            f"num_steps {inner.value}"
+        )
         yield Found(inner, what, "remove num_steps")
 
 
 @rule(TrainerArguments, "ACC01", "hugging_face: {torch_dtype: bfloat16, model_name_or_path: m}")
 def _parameters_in_16_bits(arguments: TrainerArguments) -> Iterator[Found]:
-    """Parameters in 16 bits have gradients in 16 bits, unless FSDP's mixed precision makes them fp32."""
+    """Parameters in 16 bits have such gradients, unless FSDP's mixed precision makes them fp32."""
     found = arguments.parameters()
     if found is None or arguments.accumulate == 1 or arguments.trains_adapter:
         return
@@ -310,7 +324,10 @@ def _optimizer(arguments: TrainerArguments) -> Iterator[Found]:
         fix = f"use {name.removesuffix('_layerwise')}, or set gradient_accumulation_steps to 1"
         yield Found(place, what, fix, f"{STOPS}: {LAYERWISE}", code="OPT02")
     elif n > 1 and name in {"lomo", "adalomo"}:
-        what = f"{name} updates the parameters in every backward: a window of {n} micro-batches makes {n} updates"
+        what = (
+            f"{name} updates the parameters in every backward: a window of {n} micro-batches "
+            f"makes {n} updates"
+        )
         yield Found(
             place,
             what,
@@ -324,7 +341,10 @@ def _optimizer(arguments: TrainerArguments) -> Iterator[Found]:
 def _split_batches(arguments: TrainerArguments) -> Iterator[Found]:
     n, micro, ranks = arguments.accumulate, arguments.micro_batch, arguments.world_size
     if arguments.is_split and ranks != 1:
-        what = f"split_batches divides each batch of {micro} among {ranks or 'all'} ranks: a window has {micro * n} "
+        what = (
+            f"split_batches divides each batch of {micro} among {ranks or 'all'} ranks: a window "
+            f"has {micro * n} "
+        )
         fix = "set split_batches to false, or per_device_train_batch_size to the batch of all ranks"
         yield Found(
             arguments.part.at("accelerator_config.split_batches"),
@@ -340,9 +360,11 @@ def _smaller_batches(arguments: TrainerArguments) -> Iterator[Found]:
     if place.flag(default=False):
         yield Found(
             place,
-            f"out of memory, the Trainer shrinks the micro-batch below {arguments.micro_batch} and keeps N = "
+            f"out of memory, the Trainer shrinks the micro-batch below {arguments.micro_batch} "
+            "and keeps N = "
             f"{arguments.accumulate}: the effective batch shrinks, and the steps per epoch grow",
-            "find the largest micro-batch once, set it, and scale gradient_accumulation_steps up by as much",
+            "find the largest micro-batch once, set it, and scale gradient_accumulation_steps up "
+            "by as much",
         )
 
 
@@ -351,7 +373,10 @@ def _smaller_batches(arguments: TrainerArguments) -> Iterator[Found]:
 def _ignored_epochs(arguments: TrainerArguments) -> Iterator[Found]:
     epochs = arguments.part.at("num_train_epochs")
     if arguments.max_steps and epochs.given:
-        what = f"max_steps {arguments.max_steps} alone ends training; num_train_epochs {epochs.value} is ignored"
+        what = (
+            f"max_steps {arguments.max_steps} alone ends training; num_train_epochs "
+            f"{epochs.value} is ignored"
+        )
         yield Found(epochs, what, "keep one of the two")
 
 
@@ -380,7 +405,10 @@ def _too_rare(arguments: TrainerArguments) -> Iterator[Found]:
             given = f"{every:g}"
             if not place.given:
                 given += " (the default)"
-            what = f"the whole training has {total} optimizer steps, fewer than {name}_steps {given}: {field} is never "
+            what = (
+                f"the whole training has {total} optimizer steps, fewer than {name}_steps "
+                f"{given}: {field} is never "
+            )
             proof = f"train with these arguments: no step of log_history has {field}"
             yield Found(place, f"{what}logged", f"set {name}_steps to at most {total}", proof)
 
@@ -400,7 +428,8 @@ def _long_warmup(arguments: TrainerArguments) -> Iterator[Found]:
     if total and (warmup := place.number() or 0) >= total:
         yield Found(
             place,
-            f"the whole training has {total} optimizer steps, no more than warmup_steps {warmup:g}: the learning rate "
+            f"the whole training has {total} optimizer steps, no more than warmup_steps "
+            f"{warmup:g}: the learning rate "
             f"reaches at most {(total - 1) / warmup:.0%} of its peak",
             f"set warmup_steps below {total}, or to a share of the training, such as 0.03",
             "train with these arguments, and read learning_rate in log_history",
@@ -422,7 +451,8 @@ def _ignored_clip(arguments: TrainerArguments) -> Iterator[Found]:
     if not place.given:
         yield Found(
             place,
-            f"the DeepSpeed config does not set gradient_clipping, so DeepSpeed clips to its default, {default:g} (0: "
+            "the DeepSpeed config does not set gradient_clipping, so DeepSpeed clips to its "
+            f"default, {default:g} (0: "
             f"not at all), and max_grad_norm {arguments.clip:g} is ignored",
             'add "gradient_clipping": "auto" to the DeepSpeed config',
             "read engine.gradient_clipping() after the first step",
@@ -438,7 +468,10 @@ def _ignored_clip(arguments: TrainerArguments) -> Iterator[Found]:
 def _tokens(arguments: TrainerArguments) -> Iterator[Found]:
     place = arguments.part.at("average_tokens_across_devices")
     if arguments.accumulate > 1 and not place.flag(default=True) and arguments.world_size != 1:
-        what = "each rank divides by its own tokens, so a token weighs more on a rank with fewer tokens than the others"
+        what = (
+            "each rank divides by its own tokens, so a token weighs more on a rank with fewer "
+            "tokens than the others"
+        )
         yield Found(place, what, "remove it: the default, true, divides by the tokens of all ranks")
 
 
@@ -450,8 +483,10 @@ def _unsharded(arguments: TrainerArguments) -> Iterator[Found]:
     if n > 1 and place is not None and not eager.flag(default=False):
         yield Found(
             place,
-            f"only the last of {n} micro-batches is reduced: until then each rank holds all gradients unsharded",
+            f"only the last of {n} micro-batches is reduced: until then each rank holds all "
+            "gradients unsharded",
             f"if memory is short, set {eager.key} to true, which reduces after every micro-batch",
-            "python -m bench predict --model 8b --world-size 8 --accumulate 4 --sequence 4096 --precision bf16 "
+            "python -m bench predict --model 8b --world-size 8 --accumulate 4 --sequence 4096 "
+            "--precision bf16 "
             "(compare the peaks of fsdp2-deferred and fsdp2-eager)",
         )

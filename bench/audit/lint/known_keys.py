@@ -1,4 +1,7 @@
-"""Keys that a framework does not know. Most frameworks stop there, but DeepSpeed silently ignores them."""
+"""Keys that a framework does not know.
+
+Most frameworks stop there, but DeepSpeed silently ignores them.
+"""
 
 from __future__ import annotations
 

@@ -102,9 +102,7 @@ def _logical_lines(text: str) -> Iterator[list[Word]]:
         if not pieces and stripped.lstrip().startswith("#"):
             continue
         continues = stripped.endswith("\\")
-        pieces.append(
-            (number, SUBSTITUTION.sub("${command}", stripped[:-1] if continues else stripped))
-        )
+        pieces.append((number, SUBSTITUTION.sub("${command}", stripped.removesuffix("\\"))))
         if continues and len(pieces) < MAX_LINES:
             continue
         words = _words(pieces)
@@ -149,10 +147,12 @@ def _note_assignments(words: Sequence[Word], variables: _Variables) -> None:
         name, more, value = match.groups()
         is_alone = place == len(texts) - 1 or ASSIGNMENT.match(texts[place + 1]) is not None
         value = variables.expand(value)
-        is_plain = (
-            not more and not re.search(r"[$`(]", value) and (is_alone or place > 0 or bool(value))
-        )
-        variables.assign(name, value if is_plain else None)
+        is_set = is_alone or place > 0 or bool(value)
+        is_plain = not more and is_set and not re.search(r"[$`(]", value)
+        known = None
+        if is_plain:
+            known = value
+        variables.assign(name, known)
 
 
 def _between_ends(words: Sequence[Word]) -> Iterator[list[Word]]:
@@ -176,7 +176,10 @@ def _between_ends(words: Sequence[Word]) -> Iterator[list[Word]]:
 
 
 def _expanded(words: Sequence[Word], variables: _Variables) -> Iterator[Word]:
-    """The words with known variables; one that holds several words, or a command for ``eval``, is split."""
+    """The words with known variables.
+
+    One that holds several words, or a command for ``eval``, is split.
+    """
     is_evaluated = bool(words) and words[0].text == "eval"
     for word in words:
         text = variables.expand(variables.expand(word.text))
@@ -228,7 +231,10 @@ def _place_of_script(launcher: str, words: Sequence[Word]) -> int | None:
 
 
 def _options(words: Sequence[Word], file: str) -> ConfigPart:
-    """``--key value`` and ``--key=value`` as a mapping; a key without a value is true, one with several has a list."""
+    """``--key value`` and ``--key=value`` as a mapping.
+
+    A key without a value is true, one with several has a list.
+    """
     values: dict[str, Any] = {}
     lines: dict[KeyPath, int] = {}
     key = ""
@@ -255,7 +261,7 @@ def _options(words: Sequence[Word], file: str) -> ConfigPart:
 
 
 def plain_value(text: str) -> Any:
-    """What a word means to a parser of arguments: true or false, a number, nothing, or the word itself."""
+    """What a word means to a parser of arguments: a bool, a number, nothing, or itself."""
     if text.lower() in {"true", "false"}:
         return text.lower() == "true"
     if text.lower() in {"none", "null"}:

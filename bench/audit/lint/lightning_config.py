@@ -1,4 +1,4 @@
-"""A config of Lightning: what it says about the Trainer, its strategy, its callbacks and its data."""
+"""A config of Lightning: what it says of the Trainer, its strategy, callbacks and data."""
 
 from __future__ import annotations
 
@@ -77,17 +77,18 @@ class LightningConfig:
         self.dev_run = 0
         """Micro-batches of ``fast_dev_run``, which trains these and logs nothing; 0 if it is
         off."""
-        if (
-            self.limit.name != "overfit_batches"
-        ):  # which Lightning does not let it limit (trainer/setup.py)
+        # Lightning does not let it limit overfit_batches (trainer/setup.py).
+        if self.limit.name != "overfit_batches":
             self.dev_run = _dev_run(trainer.at("fast_dev_run"))
         log_every = trainer.at("log_every_n_steps").integer(least=0)
-        self.log_every = DEFAULT_LOG_EVERY if log_every is None else log_every
-        max_steps = trainer.at("max_steps").integer(least=-1)
-        self.max_steps = None if max_steps == -1 else max_steps
-        self.knows_end = not any(
-            trainer.at(name).unknown for name in ("max_epochs", "max_steps", "max_time")
-        )
+        self.log_every = DEFAULT_LOG_EVERY
+        if log_every is not None:
+            self.log_every = log_every
+        self.max_steps = trainer.at("max_steps").integer(least=-1)
+        if self.max_steps == -1:
+            self.max_steps = None
+        ends = ("max_epochs", "max_steps", "max_time")
+        self.knows_end = not any(trainer.at(name).unknown for name in ends)
         """Whether the config itself says what ends the training."""
         self.knows_accumulate = not trainer.at("accumulate_grad_batches").unknown
 
@@ -129,7 +130,10 @@ class LightningConfig:
 
     @property
     def windows(self) -> TrainingPlan | None:
-        """The windows of an epoch; None if NB is unknown, N changes, or nothing is trained but a ``fast_dev_run``."""
+        """The windows of an epoch.
+
+        None if NB is unknown, N changes, or nothing is trained but a ``fast_dev_run``.
+        """
         if (
             self.num_batches is None
             or self.schedule is not None
@@ -142,7 +146,9 @@ class LightningConfig:
     @cached_property
     def end(self) -> Steps | None:
         """How the training ends; None if that is not known, or if nothing is given that ends it."""
-        epochs = int(self.max_epochs) if math.isfinite(self.max_epochs) else None
+        epochs = None
+        if math.isfinite(self.max_epochs):
+            epochs = int(self.max_epochs)
         if self.windows is None or not self.trains or not self.knows_end:
             return None
         if epochs is None and self.max_steps is None:
@@ -204,7 +210,9 @@ def _world_size(trainer: ConfigPart) -> int | None:
         numbers = value.replace(",", " ").split()
         if not numbers or not all(map(str.isdecimal, numbers)):
             place.refuse("a number of devices, a list of them, or auto")
-        devices = len(numbers) if "," in value else int(numbers[0][:9])
+        devices = len(numbers)
+        if "," not in value:
+            devices = int(numbers[0][:9])
     else:
         devices = place.integer()
     nodes = nodes_place.integer() or 1
@@ -216,7 +224,7 @@ def _world_size(trainer: ConfigPart) -> int | None:
 def _named(
     parts: list[ConfigPart], names: tuple[str, ...], depth: int = 4
 ) -> Iterator[tuple[ConfigPart, Any]]:
-    """The values with these names under the parts, the shallowest first, except those not about training."""
+    """Values with these names under the parts, the shallowest first, if about training."""
     for name in names:
         for part in parts:
             value = part.value.get(name)

@@ -1,4 +1,4 @@
-"""Rules for a LightningCLI config: what is set twice, refused, divided twice, or clipped differently than it says."""
+"""Rules for LightningCLI: what is set twice, refused, divided twice, or clipped otherwise."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def subjects(
         if training.trainer.at(key).unknown:
             place = training.trainer.at(key)
             options.note(
-                f"{place.file}:{place.line}: {place.key} is filled in elsewhere, so its rules were not tried"
+                f"{place.file}:{place.line}: {place.key} is filled in elsewhere, so its rules "
+                "were not tried"
             )
     if engine is not None:
         if isinstance(engine.part.value, dict):
@@ -89,7 +90,8 @@ def subjects(
         elif not engine.is_known:
             place = engine.part
             options.note(
-                f"{place.file}:{place.line}: the DeepSpeed config {place.value} is not here, and not judged"
+                f"{place.file}:{place.line}: the DeepSpeed config {place.value} is not here, and "
+                "not judged"
             )
         yield LightningDeepSpeed(training, engine)
         if training.schedule is None and engine.is_known:
@@ -98,16 +100,21 @@ def subjects(
 
 
 def _sum(training: LightningConfig, engine: DeepSpeedConfig) -> GradientSum:
-    """Sums under DeepSpeed, whose dtype is the Trainer's precision unless its own config has that dtype's part."""
-    names = [
-        name
-        for name, start in (("bf16", "bf16"), ("fp16", "16"))
-        if training.precision.startswith(start)
-    ]
+    """Sums under DeepSpeed.
+
+    Their dtype is the Trainer's precision, unless DeepSpeed's own config has that dtype's part.
+    """
+    names = []
+    for name, start in (("bf16", "bf16"), ("fp16", "16")):
+        if training.precision.startswith(start):
+            names.append(name)
     filled = engine
+    key = "strategy"
     if names:
         filled = engine.with_dtypes(names, auto=False)
-    place = training.trainer.at("strategy" if filled == engine else "precision")
+        if filled != engine:
+            key = "precision"
+    place = training.trainer.at(key)
     return GradientSum(filled, training.accumulate, training.options, training.world_size, place)
 
 
@@ -116,7 +123,10 @@ def _sum(training: LightningConfig, engine: DeepSpeedConfig) -> GradientSum:
 def _removed(argument: RemovedArgument) -> Iterator[Found]:
     place, used = argument.place, argument.options.lightning
     if holds("removed-trainer-keys", used):
-        what = f"Trainer had {place.name} in Lightning 1.x; Lightning {used} refuses it, so nothing would be trained"
+        what = (
+            f"Trainer had {place.name} in Lightning 1.x; Lightning {used} refuses it, so nothing "
+            "would be trained"
+        )
         yield Found(place, what, "remove it, or use the Lightning that the config was written for")
 
 
@@ -180,7 +190,8 @@ def _schedule(training: LightningConfig) -> Iterator[Found]:
     elif max(factors.values(), default=1) > 1:
         yield Found(
             place,
-            f"trainer.estimated_stepping_batches assumes N = {factors.get(0, 1)} for the whole training, "
+            f"trainer.estimated_stepping_batches assumes N = {factors.get(0, 1)} for the whole "
+            "training, "
             f"although {plan}: a learning-rate schedule built on it has the wrong length",
             "give the schedule the number of steps yourself",
             "call trainer.estimated_stepping_batches in configure_optimizers, and count the steps",
@@ -197,7 +208,10 @@ def _schedule(training: LightningConfig) -> Iterator[Found]:
 )
 def _fsdp_clip(training: LightningConfig) -> Iterator[Found]:
     if training.is_fsdp and training.clip and not training.clip_by_value:
-        what = f"Lightning raises MisconfigurationException: FSDPStrategy cannot clip to norm {training.clip:g}"
+        what = (
+            "Lightning raises MisconfigurationException: FSDPStrategy cannot clip to norm "
+            f"{training.clip:g}"
+        )
         fix = "use ModelParallelStrategy (FSDP2), or clip by value"
         yield Found(training.trainer.at("gradient_clip_val"), what, fix)
 
@@ -205,7 +219,8 @@ def _fsdp_clip(training: LightningConfig) -> Iterator[Found]:
 @rule(
     LightningDeepSpeed,
     "CLP02",
-    "lightning: {strategy: deepspeed_stage_3, gradient_clip_algorithm: value, gradient_clip_val: 1}",
+    "lightning: {strategy: deepspeed_stage_3, gradient_clip_algorithm: value, gradient_clip_val: "
+    "1}",
 )
 @says(Level.ERROR, "clipping by value with DeepSpeed", f"{STRATEGY} init_deepspeed", stops=True)
 def _clip_by_value(both: LightningDeepSpeed) -> Iterator[Found]:
@@ -240,11 +255,15 @@ def _optimizers(both: LightningDeepSpeed) -> Iterator[Found]:
             optimizer,
             "Lightning does not call configure_optimizers: the optimizer is DeepSpeed's "
             f"{optimizer.at('type').value or ''}, and {schedule}",
-            "remove optimizer and scheduler from the DeepSpeed config, and define both in configure_optimizers",
+            "remove optimizer and scheduler from the DeepSpeed config, and define both in "
+            "configure_optimizers",
             "raise an exception in configure_optimizers: it is never raised",
         )
     elif scheduler.given:
-        what = "DeepSpeed's schedule is used, with interval step, only if configure_optimizers returns none"
+        what = (
+            "DeepSpeed's schedule is used, with interval step, only if configure_optimizers "
+            "returns none"
+        )
         fix = "remove scheduler from the DeepSpeed config, and define it in configure_optimizers"
         yield Found(
             scheduler,
@@ -259,7 +278,10 @@ def _optimizers(both: LightningDeepSpeed) -> Iterator[Found]:
 def _set_in_both(both: LightningDeepSpeed) -> Iterator[Found]:
     place = both.engine.part.at("gradient_accumulation_steps")
     if place.given:
-        what = "Lightning raises MisconfigurationException: it sets this itself, to trainer.accumulate_grad_batches, "
+        what = (
+            "Lightning raises MisconfigurationException: it sets this itself, to "
+            "trainer.accumulate_grad_batches, "
+        )
         fix = "remove gradient_accumulation_steps and set trainer.accumulate_grad_batches"
         yield Found(place, f"{what}{both.training.accumulate}", fix)
 
@@ -274,10 +296,16 @@ def _set_in_both(both: LightningDeepSpeed) -> Iterator[Found]:
 def _autos(both: LightningDeepSpeed) -> Iterator[Found]:
     for key in both.engine.autos:
         dtype = key.removesuffix(".enabled")
-        what = "only Hugging Face's Trainer fills in 'auto': DeepSpeed compares it with a number and raises TypeError"
+        what = (
+            "only Hugging Face's Trainer fills in 'auto': DeepSpeed compares it with a number "
+            "and raises TypeError"
+        )
         where = ""
         if key != dtype:
-            what = f"only Hugging Face's Trainer fills in 'auto': {dtype} stays off, and training is in fp32"
+            what = (
+                f"only Hugging Face's Trainer fills in 'auto': {dtype} stays off, and training "
+                "is in fp32"
+            )
             where = "deepspeed/runtime/config_utils.py DeepSpeedConfigModel drops 'auto'"
         if key != "gradient_accumulation_steps":  # that is GAS01
             yield Found(both.engine.part.at(key), what, f"remove {key}; Lightning sets it", where)
@@ -298,7 +326,10 @@ def _batch_sizes(both: LightningDeepSpeed) -> Iterator[Found]:
         and training.schedule is None
         and engine.batch != micro * n * ranks
     ):
-        product = f"micro-batch {micro} x accumulate_grad_batches {n} x ranks {ranks} = {micro * n * ranks}"
+        product = (
+            f"micro-batch {micro} x accumulate_grad_batches {n} x ranks {ranks} = "
+            f"{micro * n * ranks}"
+        )
         what = f"DeepSpeed refuses train_batch_size {engine.batch}: it is not {product}"
         yield Found(
             both.engine.part.at("train_batch_size"),
@@ -335,7 +366,10 @@ def _two_clips(both: LightningDeepSpeed) -> Iterator[Found]:
         both.engine.clip,
     )
     if clip is not None and place.given and place.value != AUTO and inner != clip:
-        what = f"DeepSpeed clips to {inner or 0.0:g}, as its config says; trainer.gradient_clip_val {clip:g} is ignored"
+        what = (
+            f"DeepSpeed clips to {inner or 0.0:g}, as its config says; trainer.gradient_clip_val "
+            f"{clip:g} is ignored"
+        )
         yield Found(
             place,
             what,
@@ -373,9 +407,12 @@ def _twice(both: LightningDeepSpeed) -> Iterator[Found]:
         corrected.append("lightning-deepspeed-zero2-corrected")
     yield Found(
         training.trainer.at("strategy"),
-        f"Lightning and DeepSpeed both divide the loss by N = {n}: each micro-batch weighs 1/{n**2} instead of 1/{n}, "
-        f"so SGD takes steps {n} times too short; Adam hides it, except in eps, gradient norms and clipping",
-        f"return loss * {n} (self.trainer.accumulate_grad_batches) from training_step, and log the loss without it",
+        f"Lightning and DeepSpeed both divide the loss by N = {n}: each micro-batch weighs "
+        f"1/{n**2} instead of 1/{n}, "
+        f"so SGD takes steps {n} times too short; Adam hides it, except in eps, gradient norms "
+        "and clipping",
+        f"return loss * {n} (self.trainer.accumulate_grad_batches) from training_step, and log "
+        "the loss without it",
         small.command("lightning-ddp", backend, *corrected),
         code="DBL01",
     )

@@ -42,7 +42,10 @@ class LintOptions:
     def windows(
         self, accumulate: int, batch_size: int | None, world_size: int | None, *, drop_last: bool
     ) -> TrainingPlan | None:
-        """The windows of an epoch; None if a number is not known, which is noted, or if ``drop_last`` leaves none."""
+        """The windows of an epoch.
+
+        None if a number is not known, which is noted, or if ``drop_last`` leaves none.
+        """
         self.want(self.samples, world_size, batch_size)
         if not (self.samples and world_size and batch_size):
             return None

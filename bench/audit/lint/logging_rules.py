@@ -1,8 +1,9 @@
-"""Rules for what is logged: log_every_n_steps, and Lightning's ThroughputMonitor with the rates that it would log.
+"""Rules for what is logged: log_every_n_steps, and the rates of Lightning's ThroughputMonitor.
 
-At the end of an optimizer step the monitor divides the samples of the last ``window_size - 1`` micro-batches by their
-time. That is right if as many optimizer steps fall into that time as these micro-batches deserve. The truth is, as in
-``bench.audit.monitor``, the rate over the fewest whole windows that cover them.
+At the end of an optimizer step the monitor divides the samples of the last ``window_size - 1``
+micro-batches by their time. That is right if as many optimizer steps fall into that time as these
+micro-batches deserve. The truth is, as in ``bench.audit.monitor``, the rate over the fewest whole
+windows that cover them.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Ratios(NamedTuple):
 
 @dataclass(frozen=True)
 class Rates:
-    """The logs of a training whose optimizer steps at the end of every window and of every epoch."""
+    """The logs of a training whose optimizer steps at the end of each window and epoch."""
 
     accumulate: int
     """N."""
@@ -73,14 +74,17 @@ class Rates:
 
     @property
     def period(self) -> int:
-        """Micro-batches after which the steps repeat. A ``window_size`` of k x period + 1 is exact."""
+        """Micro-batches after which the steps repeat.
+
+        A ``window_size`` of k x period + 1 is exact.
+        """
         if self.tail:
             return self.num_batches
         return min(self.accumulate, self.num_batches)
 
     @property
     def safe(self) -> int:
-        """A ``window_size`` from which on every rate is within the tolerance, however long a step takes.
+        """A ``window_size`` from which on rates are within tolerance, however long a step takes.
 
         A span of s micro-batches lacks at most N - 1 to complete windows, so the ratio is at least
         s / (s + N - 1).
@@ -115,7 +119,7 @@ class Rates:
         ]
 
     def shortened(self, window: int) -> Rates:
-        """A shorter training, which logs every step, whose rates are wrong with the same ``window_size``."""
+        """A shorter training that logs every step, and is wrong with the same ``window_size``."""
         if not self.tail:
             return Rates(self.accumulate, self.period)
         # Of an epoch longer than the window, only the remainder matters.
@@ -182,7 +186,9 @@ def _silent(training: LightningConfig, plan: TrainingPlan, *, is_logged: bool) -
         small = SmallRun.of(plan.n, plan.micro_batches_per_epoch)
         return small.command(training.backend, epochs=small.epochs_of_two_steps)
     n = SmallRun.of(training.accumulate).accumulate
-    every, window = (1, 2 * n + 1) if is_logged else (3, n + 1)
+    every, window = 3, n + 1
+    if is_logged:
+        every, window = 1, 2 * n + 1
     return proof.throughput(n, every, max(window, 2), 2 * n, " --epochs 1")
 
 
@@ -191,16 +197,16 @@ def _silent(training: LightningConfig, plan: TrainingPlan, *, is_logged: bool) -
 @rule(LightningConfig, "LOG02", "lightning: {log_every_n_steps: 8}")
 @says(Level.NOTE, "log_every_n_steps counts optimizer steps", LOGGER)
 def _log_every(training: LightningConfig) -> Iterator[Found]:
-    place, every, plan = (
-        training.trainer.at("log_every_n_steps"),
-        training.log_every,
-        training.windows,
-    )
+    place, every = training.trainer.at("log_every_n_steps"), training.log_every
+    plan = training.windows
     n = training.accumulate
     if not every or not training.trains or n == 1:
         return
     if plan is not None and (last := _last_step(training)) < every and not place.unknown:
-        what = f"Lightning counts {last:g} optimizer steps in the whole training and logs every {every}"
+        what = (
+            f"Lightning counts {last:g} optimizer steps in the whole training and logs every "
+            f"{every}"
+        )
         what += f"{_default(place)}: no value that is logged per step reaches the logger"
         yield Found(
             place,
@@ -211,12 +217,16 @@ def _log_every(training: LightningConfig) -> Iterator[Found]:
         )
     elif place.given and every > 1 and every % n == 0:
         small = SmallRun.of(n).accumulate
+        shown = small
+        if every * small <= LONGEST:
+            shown = every
         yield Found(
             place,
-            f"{every} optimizer steps are {every * n} micro-batches, and a value logged per step is that of the "
+            f"{every} optimizer steps are {every * n} micro-batches, and a value logged per step "
+            "is that of the "
             "window's last micro-batch alone",
             f"if {every} micro-batches are meant, set it to {every // n}",
-            proof.throughput(small, every if every * small <= LONGEST else small, small + 1),
+            proof.throughput(small, shown, small + 1),
             code="LOG02",
         )
 
@@ -243,7 +253,10 @@ def _refused(training: LightningConfig) -> Iterator[Found]:
         fix = f"set window_size to {period + 1}, or another k x {period} + 1"
         yield Found(window_place(training.monitor), what, fix, code="THR04")
     elif is_known_bad(INVERTED_MONITOR, training.options.lightning) and every and n % every:
-        what = f"Lightning 2.2.0 raises ValueError unless log_every_n_steps {every} divides accumulate_grad_batches {n}"
+        what = (
+            f"Lightning 2.2.0 raises ValueError unless log_every_n_steps {every} divides "
+            f"accumulate_grad_batches {n}"
+        )
         yield Found(training.monitor, what, "use Lightning 2.2.1 or newer", code="THR03")
 
 
@@ -283,6 +296,25 @@ def _rates(training: LightningConfig) -> Iterator[Found]:
     low = f"{found.low:.3f} to "
     if f"{found.low:.3f}" == f"{found.high:.3f}":
         low = ""
+    fixes = _better_windows(rates, window, most)
+    small = rates.shortened(window)
+    batches = None
+    if small.num_batches != small.accumulate:
+        batches = small.num_batches
+    yield Found(
+        place,
+        f"{span} do not have their share of optimizer steps: logged rates are "
+        f"{low}{found.high:.3f} of the truth where "
+        f"a step takes as long as {STEP:g} micro-batches, down to {found.limit:.3f} where it "
+        "takes longer",
+        "; or ".join(fixes),
+        proof.throughput(small.accumulate, 1, window, batches),
+        code="THR01",
+    )
+
+
+def _better_windows(rates: Rates, window: int, most: float) -> list[str]:
+    """How to have rates that are right, or nearly so."""
     fixes = []
     if sizes := rates.right(window, most):
         fixes.append(f"set window_size to {' or '.join(map(str, sizes))}: k x {rates.period} + 1")
@@ -292,20 +324,7 @@ def _rates(training: LightningConfig) -> Iterator[Found]:
         fixes.append(
             f"train longer, and set window_size to {rates.period + 1}: k x {rates.period} + 1"
         )
-    small = rates.shortened(window)
-    yield Found(
-        place,
-        f"{span} do not have their share of optimizer steps: logged rates are {low}{found.high:.3f} of the truth where "
-        f"a step takes as long as {STEP:g} micro-batches, down to {found.limit:.3f} where it takes longer",
-        "; or ".join(fixes),
-        proof.throughput(
-            small.accumulate,
-            1,
-            window,
-            None if small.num_batches == small.accumulate else small.num_batches,
-        ),
-        code="THR01",
-    )
+    return fixes
 
 
 def _never_logged(
@@ -322,7 +341,9 @@ def _never_logged(
     if logged:
         when = f"the last logged step, {logged}, comes after {most} micro-batches"
     else:
-        when = "no step is logged" + (" (LOG01)" if training.accumulate > 1 else "")
+        when = "no step is logged"
+        if training.accumulate > 1:
+            when += " (LOG01)"
         fixes = [_log_more_often(last)]
         most = window
         if last:

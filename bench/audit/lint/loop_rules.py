@@ -40,7 +40,10 @@ def subjects(part: ConfigPart, adapter: Adapter, options: LintOptions) -> Iterat
     yield from repeated_keys(part)
     accumulate = _accumulate(part, options)
     if accumulate is None:
-        line = f"{part.file}: {adapter.title}'s N depends on the number of ranks, so rules about it were not tried"
+        line = (
+            f"{part.file}: {adapter.title}'s N depends on the number of ranks, so rules about it "
+            "were not tried"
+        )
         options.want(0, options.world_size, 0)
         options.note(line)
     yield OwnLoop(
@@ -104,7 +107,10 @@ def _sixteen_bit_sums(loop: OwnLoop) -> Iterator[Found]:
 def _fused(loop: OwnLoop) -> Iterator[Found]:
     place, n = loop.part.at("fused_optimizer"), loop.accumulate or 1
     if n > 1 and place.value is True:
-        what = f"{loop.adapter.title} raises RuntimeError: an optimizer that steps inside backward cannot accumulate"
+        what = (
+            f"{loop.adapter.title} raises RuntimeError: an optimizer that steps inside backward "
+            "cannot accumulate"
+        )
         number = loop.part.at("accumulate").name
         yield Found(
             place, what, f"set {place.name} to false, or {number} to 1", f"{STOPS}: {RECIPE}"
@@ -117,5 +123,8 @@ def _fused_clip(loop: OwnLoop) -> Iterator[Found]:
     place = loop.part.at("fused_optimizer")
     clip = loop.part.at("clip")
     if place.value is True and clip.given:
-        what = f"{loop.adapter.title} raises RuntimeError: gradients cannot be clipped to a norm inside backward"
+        what = (
+            f"{loop.adapter.title} raises RuntimeError: gradients cannot be clipped to a norm "
+            "inside backward"
+        )
         yield Found(clip, what, f"remove {clip.name}, or set {place.name} to false")

@@ -30,7 +30,10 @@ def deepspeed(used: UsedVersion) -> str:
 def throughput(
     accumulate: int, log_every: int, window: int, batches: int | None = None, more: str = ""
 ) -> str:
-    """The command that shows what ThroughputMonitor logs beside what was measured; epochs of NB or of whole windows."""
+    """The command that shows what ThroughputMonitor logs beside what was measured.
+
+    Epochs of NB or of whole windows.
+    """
     length = f"--micro-batches {batches}"
     if batches is None:
         length = "--epoch whole"
@@ -49,7 +52,10 @@ class SmallRun:
 
     @staticmethod
     def of(accumulate: int, num_batches: int | None = None) -> SmallRun:
-        """The small training for a config's numbers; of complete windows where NB is unknown or a multiple of N."""
+        """The small training for a config's numbers.
+
+        Of complete windows where NB is unknown or a multiple of N.
+        """
         small = SMALL_N
         if accumulate <= LARGEST_N:
             small = accumulate
@@ -58,7 +64,9 @@ class SmallRun:
         rest = num_batches % accumulate
         if small != accumulate and rest:
             rest = min(max(round(rest * small / accumulate), 1), small - 1)
-        return SmallRun(small, rest if num_batches < accumulate else 2 * small + rest)
+        if num_batches < accumulate:
+            return SmallRun(small, rest)
+        return SmallRun(small, 2 * small + rest)
 
     def command(
         self,
@@ -76,13 +84,14 @@ class SmallRun:
         if clip is not None:
             more += f" --clip {clip}"
         return (
-            f"{MODULE} semantics --backend {','.join(backends)} --samples {samples} --micro-batch 1 "
+            f"{MODULE} semantics --backend {','.join(backends)} --samples {samples} "
+            "--micro-batch 1 "
             f"--accumulate {self.accumulate} --epochs {epochs} --world-size {RANKS}{more}"
         )
 
     @property
     def clip(self) -> float:
-        """A threshold that the mean gradient of a window exceeds and a gradient N times smaller does not.
+        """A threshold that a window's mean gradient exceeds, and one N times smaller does not.
 
         With one weight per sample, the mean over B samples has B entries of 1/B, and its norm is 1
         / sqrt(B).
@@ -91,7 +100,7 @@ class SmallRun:
 
     @property
     def first_divergence(self) -> tuple[int, int]:
-        """max_steps and epochs at which an engine that carries windows over is one step ahead of the trainer."""
+        """max_steps and epochs at which an engine that carries is a step ahead of the trainer."""
         plan = windows_of(self.num_batches, self.accumulate)
         full = -(-self.accumulate // plan.partial_window)
         return full * plan.full_windows + 1, full + 1

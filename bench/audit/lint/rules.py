@@ -63,7 +63,7 @@ _RULES: dict[str, Rule] = {}
 
 
 class Example(NamedTuple):
-    """A small config in which a rule finds something, written as in tests/audit/lint_corpus.yaml."""
+    """A small config in which a rule finds something, as in tests/audit/lint_corpus.yaml."""
 
     code: str
     config: str
@@ -88,7 +88,10 @@ _CHECKS: list[_Check] = []
 def rule(
     about: type[SubjectT], code: str, example: str, *also: str
 ) -> Callable[[Callable[[SubjectT], Iterable[Found]]], Callable[[SubjectT], Iterable[Found]]]:
-    """Make a function a rule for subjects of a class. One for several codes names them in what it finds."""
+    """Make a function a rule for subjects of a class.
+
+    One for several codes names them in what it finds.
+    """
     EXAMPLES.append(Example(code, example, also))
 
     def add(
@@ -104,7 +107,10 @@ def rule(
 def says(
     level: Level, title: str, source: str, *, stops: bool = False, advisory: str = ""
 ) -> Callable[[CheckT], CheckT]:
-    """The text of the rule above; given once for a code, although there may be a function for each kind of config."""
+    """The text of the rule above.
+
+    Given once for a code, although there may be a function for each kind of config.
+    """
     _RULES[EXAMPLES[-1].code] = Rule(level, title, source, stops, advisory)
     return lambda check: check
 
@@ -146,7 +152,10 @@ class LintFinding:
 
 
 def findings(subjects: Iterable[object]) -> list[LintFinding]:
-    """What the rules find in one training, whose parts are the subjects; only what stops it, if anything does."""
+    """What the rules find in one training, whose parts are the subjects.
+
+    Only what stops it, if anything does.
+    """
     found: list[LintFinding] = []
     for subject in subjects:
         for check in _CHECKS:

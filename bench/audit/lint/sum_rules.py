@@ -1,4 +1,4 @@
-"""Rules for the sum of a window's gradients: a dtype of 16 bits, and defects of DeepSpeed's versions."""
+"""Rules for the sum of a window's gradients: 16-bit dtypes, and defects of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class GradientSum:
 @rule(
     GradientSum,
     "ACC02",
-    "deepspeed: {zero_optimization: null, bf16: {enabled: true}, data_types: {grad_accum_dtype: fp32}}",
+    "deepspeed: {zero_optimization: null, bf16: {enabled: true}, data_types: {grad_accum_dtype: "
+    "fp32}}",
 )
 @says(
     Level.ERROR,
@@ -71,7 +72,10 @@ class GradientSum:
 )
 def _dtype(gradients: GradientSum) -> Iterator[Found]:
     config, used = gradients.config, gradients.options.deepspeed
-    dtype, place = "bf16" if config.bf16 else "fp16", config.part.at("data_types.grad_accum_dtype")
+    place = config.part.at("data_types.grad_accum_dtype")
+    dtype = "fp16"
+    if config.bf16:
+        dtype = "bf16"
     if gradients.n == 1 or not (config.bf16 or config.fp16):
         return
     is_plain_bf16 = config.bf16 and config.stage == 0
@@ -79,7 +83,10 @@ def _dtype(gradients: GradientSum) -> Iterator[Found]:
         config.bf16 and holds("fp32-sum-without-zero-accepted", used)
     )
     if config.accumulation_dtype in FP32 and config.stage == 0 and not is_accepted:
-        what = f"DeepSpeed {used} raises NotImplementedError: without ZeRO it cannot sum {dtype} gradients in fp32"
+        what = (
+            f"DeepSpeed {used} raises NotImplementedError: without ZeRO it cannot sum {dtype} "
+            "gradients in fp32"
+        )
         yield Found(place, what, "set zero_optimization.stage to 1, 2 or 3", code="ACC02")
     if is_plain_bf16 and (gradients.is_fork or holds("bf16-sums-in-fp32-without-zero", used)):
         return
@@ -89,9 +96,9 @@ def _dtype(gradients: GradientSum) -> Iterator[Found]:
             fix += " (which needs ZeRO stage 1, 2 or 3)"
         elif config.stage == 2 and config.bf16 and is_known_bad(BF16_SUM, used):
             fix += f", and use {NEEDS_FP32_SUM} (VER03)"
-        yield from in_16_bits(
-            place if place.given else gradients.place(f"{dtype}.enabled"), gradients.n, dtype, fix
-        )
+        if not place.given:
+            place = gradients.place(f"{dtype}.enabled")
+        yield from in_16_bits(place, gradients.n, dtype, fix)
 
 
 def in_16_bits(place: ConfigPart, accumulate: int, dtype: str, fix: str) -> Iterator[Found]:
@@ -103,7 +110,8 @@ def in_16_bits(place: ConfigPart, accumulate: int, dtype: str, fix: str) -> Iter
             add = f"(torch.tensor({size}., dtype=torch.{name}) + 1 - {size}).item()"
         yield Found(
             place,
-            f"gradients are added in {dtype}, with {BITS[dtype]} significant bits: {sum_error(accumulate, dtype)}",
+            f"gradients are added in {dtype}, with {BITS[dtype]} significant bits: "
+            f"{sum_error(accumulate, dtype)}",
             fix,
             f'python -c "import torch; print({add})" (1 in fp32)',
             code="ACC01",
@@ -131,11 +139,17 @@ def sum_error(accumulate: int, dtype: str) -> str:
     total = equal_sum(accumulate, dtype)
     if total != 1:
         return f"{accumulate} equal gradients of 1/{accumulate} sum to {total:.4g} instead of 1"
-    return f"the sum may be off by {accumulate - 1} x 2^-{BITS[dtype] + 1} = {worst_error(accumulate, dtype):.2%}"
+    return (
+        f"the sum may be off by {accumulate - 1} x 2^-{BITS[dtype] + 1} = "
+        f"{worst_error(accumulate, dtype):.2%}"
+    )
 
 
 def worst_error(accumulate: int, dtype: str) -> float:
-    """The largest relative error of a sum of N gradients of one sign: each addition rounds by half a unit at most."""
+    """The largest relative error of a sum of N gradients of one sign.
+
+    Each addition rounds by half a unit at most.
+    """
     return (accumulate - 1) / float(2 ** (BITS[dtype] + 1))
 
 
@@ -149,7 +163,8 @@ def worst_error(accumulate: int, dtype: str) -> float:
 @rule(
     GradientSum,
     "VER02",
-    "deepspeed: {zero_optimization: {stage: 1}, bf16: {enabled: true}, data_types: {grad_accum_dtype: fp32}}, "
+    "deepspeed: {zero_optimization: {stage: 1}, bf16: {enabled: true}, data_types: "
+    "{grad_accum_dtype: fp32}}, "
     "deepspeed_version: [0, 18, 6]",
 )
 @says(
@@ -161,7 +176,8 @@ def worst_error(accumulate: int, dtype: str) -> float:
 @rule(
     GradientSum,
     "VER03",
-    "deepspeed: {bf16: {enabled: true}, data_types: {grad_accum_dtype: fp32}}, deepspeed_version: [0, 19]",
+    "deepspeed: {bf16: {enabled: true}, data_types: {grad_accum_dtype: fp32}}, "
+    "deepspeed_version: [0, 19]",
 )
 @says(
     Level.WARNING,
@@ -178,13 +194,19 @@ def _versions(gradients: GradientSum) -> Iterator[Found]:
         f"DeepSpeed {used} with ZeRO-{config.stage}",
     )
     if config.stage == 2 and not config.offload and is_known_bad(LAST_ONLY, used):
-        what = f"{name} and no offload keeps only the last micro-batch of a window: {n - 1} of {n} are lost"
+        what = (
+            f"{name} and no offload keeps only the last micro-batch of a window: {n - 1} of {n} "
+            "are lost"
+        )
         fix = "use DeepSpeed 0.17.5 or older, or 0.18.3 or newer"
         yield Found(place, what, fix, proof.deepspeed(used), code="VER01")
     is_fp32_sum = config.bf16 and config.accumulation_dtype in FP32
     is_missed = gradients.world_size != 1 and is_known_bad(MISSED_AVERAGE, used)
     if config.stage == 1 and is_fp32_sum and is_missed:
-        what = f"{name}, bf16 and fp32 accumulation does not average the last of {n} micro-batches over the ranks"
+        what = (
+            f"{name}, bf16 and fp32 accumulation does not average the last of {n} micro-batches "
+            "over the ranks"
+        )
         fix = "use DeepSpeed 0.19.0 or newer, or set bf16.immediate_grad_update"
         yield Found(place, what, fix, code="VER02")
     if config.stage == 2 and is_fp32_sum and is_known_bad(BF16_SUM, used):
@@ -198,7 +220,8 @@ def _versions(gradients: GradientSum) -> Iterator[Found]:
 @rule(
     GradientSum,
     "VER04",
-    "deepspeed: {zero_optimization: {stage: 2, offload_optimizer: {device: cpu}}}, deepspeed_version: [0, 18, 9]",
+    "deepspeed: {zero_optimization: {stage: 2, offload_optimizer: {device: cpu}}}, "
+    "deepspeed_version: [0, 18, 9]",
 )
 @says(
     Level.ERROR,
@@ -219,12 +242,10 @@ def _known_bad(gradients: GradientSum) -> Iterator[Found]:
         advisory = found.advisory
         if not found.is_certain or advisory.id in have_rules:
             continue
-        keys = [
-            key.removeprefix("deepspeed.")
-            for key in advisory.condition
-            if key.startswith("deepspeed.")
-        ]
-        place = gradients.place(keys[-1]) if keys else gradients.config.part
+        place = gradients.config.part
+        for key in advisory.condition:
+            if key.startswith("deepspeed."):
+                place = gradients.place(key.removeprefix("deepspeed."))
         what = f"DeepSpeed {used}: {advisory.title}: {advisory.effect}"
         yield Found(
             place,

@@ -1,4 +1,7 @@
-"""What holds in some versions of a framework only: defects in ``advisories.toml``, all else in ``versions.toml``."""
+"""What holds in some versions of a framework only.
+
+Defects are in ``advisories.toml``, all else is in ``versions.toml``.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def holds(fact: str, used: UsedVersion) -> bool:
 
 
 def is_known_bad(name: str, used: UsedVersion) -> bool:
-    """Whether a version of a package has the defect of an advisory, or is newer than the newest that still has it."""
+    """Whether a version has an advisory's defect, or is newer than the newest that has it."""
     advisory, number = _advisory(name), packaging.version.Version(str(used))
     if packaging.specifiers.SpecifierSet(advisory.affected).contains(number):
         return True

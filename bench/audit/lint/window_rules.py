@@ -1,4 +1,4 @@
-"""Rules for what the end of an epoch, of a window and of the training does under Lightning, in numbers."""
+"""Rules for what the end of an epoch, a window and the training does under Lightning."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ class LightningEpochs:
         )
 
     def epochs_until(self, steps: int) -> int | None:
-        """Epochs after which trainer.global_step is so large; None if it never is, or only after very many."""
+        """Epochs after which trainer.global_step is so large.
+
+        None if it never is, or only after very many.
+        """
         for epochs in range(1, MOST_EPOCHS + 1):
             seen = calculate(dataclasses.replace(self.plan, epochs=epochs), self.training.rule)
             if seen is not None and seen.steps_reported["trainer.global_step"] >= steps:
@@ -73,7 +76,10 @@ class LightningEpochs:
         )
         if not plan.full_windows:
             return f"{batches} are fewer than a window of {plan.n}"
-        return f"{batches} are {plan.full_windows} windows of {plan.n}, and {plan.partial_window} left over"
+        return (
+            f"{batches} are {plan.full_windows} windows of {plan.n}, and {plan.partial_window} "
+            "left over"
+        )
 
 
 def subjects(training: LightningConfig) -> Iterator[LightningEpochs]:
@@ -184,9 +190,15 @@ def _partial_above_engine(run: LightningEpochs) -> Iterator[Found]:
     )
     counts = f"in {epochs} DeepSpeed has made {steps} while trainer.global_step is {counted}"
     if end is None:
-        counts = f"in every {epochs} DeepSpeed makes {steps} while trainer.global_step grows by {counted}"
+        counts = (
+            f"in every {epochs} DeepSpeed makes {steps} while trainer.global_step grows by "
+            f"{counted}"
+        )
     if not plan.full_windows:
-        what = f"{run.windows}: {counts}, so neither schedules nor logs per step move, and max_steps is not reached"
+        what = (
+            f"{run.windows}: {counts}, so neither schedules nor logs per step move, and "
+            "max_steps is not reached"
+        )
         fix = f"set accumulate_grad_batches to {plan.micro_batches_per_epoch} or less"
         yield Found(
             place,
@@ -198,7 +210,8 @@ def _partial_above_engine(run: LightningEpochs) -> Iterator[Found]:
         )
     elif seen.epochs_begun > 1:
         what = (
-            f"{run.windows}, which DeepSpeed carries into the next epoch: {counts}. Schedules, max_steps and logs "
+            f"{run.windows}, which DeepSpeed carries into the next epoch: {counts}. Schedules, "
+            "max_steps and logs "
             "follow trainer.global_step"
         )
         if training.knows_end:
@@ -212,14 +225,18 @@ def _partial_above_engine(run: LightningEpochs) -> Iterator[Found]:
     if engine.stage != KEEPS and seen.epochs_begun > 1 and lost:
         yield Found(
             place,
-            f"Lightning clears gradients in the middle of DeepSpeed's windows: with ZeRO-{engine.stage}, {lost} of the "
+            "Lightning clears gradients in the middle of DeepSpeed's windows: with "
+            f"ZeRO-{engine.stage}, {lost} of the "
             f"{total} micro-batches of {epochs} ({lost / total:.1%}) reach no update",
             f"{run.divisible}, or use ZeRO-2, which keeps them",
             run.command("lightning-ddp", training.backend, epochs=small.epochs_of_two_steps),
             code="TAIL04",
         )
     if end is not None and (rest := end.micro_batches_left_open):
-        what = f"training ends after {total} micro-batches per rank: DeepSpeed never steps with the last {rest}"
+        what = (
+            f"training ends after {total} micro-batches per rank: DeepSpeed never steps with the "
+            f"last {rest}"
+        )
         proof = SmallRun(small.accumulate, 2 * small.accumulate + 1).command(
             training.backend, epochs=1
         )
@@ -257,7 +274,10 @@ def _max_steps(run: LightningEpochs) -> Iterator[Found]:
         yield Found(place, what, fix, never, Level.ERROR, code="STP03")
     elif end.stops is Stops.EPOCHS:
         counted = end.steps_reported["trainer.global_step"]
-        ends = f"max_epochs {training.max_epochs:g} ends training when trainer.global_step is {counted}"
+        ends = (
+            f"max_epochs {training.max_epochs:g} ends training when trainer.global_step is "
+            f"{counted}"
+        )
         fix = "remove max_steps, or raise max_epochs"
         if needed := run.epochs_until(wanted):
             fix += f" to {needed}"
@@ -266,8 +286,10 @@ def _max_steps(run: LightningEpochs) -> Iterator[Found]:
         max_steps, epochs = small.first_divergence
         yield Found(
             place,
-            f"DeepSpeed carries {plan.partial_window} micro-batches into the next epoch: when max_steps {wanted} is "
-            f"reached, after {consumed} micro-batches per rank, the engine has made {made} steps, {made - wanted} more",
+            f"DeepSpeed carries {plan.partial_window} micro-batches into the next epoch: when "
+            f"max_steps {wanted} is "
+            f"reached, after {consumed} micro-batches per rank, the engine has made {made} "
+            f"steps, {made - wanted} more",
             run.divisible,
             run.command(max_steps=max_steps, epochs=epochs),
             code="STP02",
@@ -276,8 +298,10 @@ def _max_steps(run: LightningEpochs) -> Iterator[Found]:
     elif not training.engine and consumed < full and consumed % plan.micro_batches_per_epoch:
         yield Found(
             place,
-            f"the last of {plan.windows} steps per epoch has {plan.partial_window} micro-batches: max_steps "
-            f"{wanted} is reached after {consumed} micro-batches per rank, {full - consumed} fewer than {wanted} x "
+            f"the last of {plan.windows} steps per epoch has {plan.partial_window} "
+            "micro-batches: max_steps "
+            f"{wanted} is reached after {consumed} micro-batches per rank, {full - consumed} "
+            f"fewer than {wanted} x "
             f"{plan.n} = {full}",
             f"{run.divisible}, or count {plan.windows} steps per epoch",
             run.command(max_steps=2 * small.num_batches // small.accumulate),

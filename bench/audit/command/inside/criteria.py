@@ -18,7 +18,8 @@ from .records import Criterion
 MOST_NODES = 200
 """Most nodes looked at between a loss and its criteria, and below one for its terms."""
 REDUCTIONS = {1: "mean", 2: "sum", "Mean": "mean", "Sum": "sum"}
-"""By ``at::Reduction``, of which 0 is none, or by what stands before Backward in the name of a node."""
+"""By ``at::Reduction``, of which 0 is none, or by what stands before Backward in the name of a
+node."""
 NO_REDUCTION = 0
 EVEN = 1.001
 """Factors of terms differ by less where they are the same."""
@@ -31,9 +32,10 @@ Seeds = Tuple[Optional[Tensor], ...]  # noqa: UP006, UP045 - older Pythons
 def watch(roots: Sequence[Tensor], handles: list[RemovableHandle]) -> list[LossPart]:
     """The criteria of a loss; ``handles`` gets their hooks.
 
-    Everything between the loss and a criterion multiplies and adds scalars, so the gradient that arrives at its node
-    (``seed``, filled in by a hook during the backward) is the factor of its value in the loss. Where a criterion
-    reduces nothing itself, the gradient that arrives at it has the factor of each of its terms.
+    Everything between the loss and a criterion multiplies and adds scalars, so the gradient that
+    arrives at its node (``seed``, filled in by a hook during the backward) is the factor of its
+    value in the loss. Where a criterion reduces nothing itself, the gradient that arrives at it has
+    the factor of each of its terms.
     """
     found: list[LossPart] = []
     stack = [root.grad_fn for root in roots]
@@ -109,7 +111,9 @@ def _criterion_of_terms(node: Node) -> Node | None:
             return None
         else:
             queue += [following for following, _ in outer.next_functions]
-    return found[0] if len(found) == 1 else None
+    if len(found) != 1:
+        return None
+    return found[0]
 
 
 def _read_seed(entry: LossPart, seeds: Seeds) -> None:

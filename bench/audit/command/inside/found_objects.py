@@ -1,4 +1,4 @@
-"""Objects of frameworks and models that exist in the process: what they were asked for, and what they are called."""
+"""Objects of frameworks and models in the process: what they were asked for, and their names."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ FACTS: dict[str, tuple[str, ...]] = {
     "TrainingArguments": (N[0],),
     "Trainer": (N[1],),
 }
-SCALER = "GradScaler"
 """By the name of a class or a base, the attributes that are read."""
+SCALER = "GradScaler"
 OBSTACLES = {
     "FullyShardedDataParallel": "FSDP1 keeps gradients in flat parameters",
     "LocalSGD": "local SGD averages parameters instead of gradients",
@@ -80,6 +80,8 @@ class FoundObjects:
                 self.sharded[id(found._unsharded_param)] = found
             if _is_module(found):
                 self.modules.append(found)
+        self.roots = _outermost(self.modules)
+        """Modules that are in no other."""
         self.zero: Any = self._last.get("ZeROOptimizer")
         self._frozen: dict[tuple[int, ...], list[Tensor]] = {}
         """Parameters and buffers that are not trained, by shape."""
@@ -132,16 +134,23 @@ class FoundObjects:
                 reasons.add(text)
         return sorted(reasons)
 
-    def loss_scale(self) -> Tensor | None:
-        """The factor of a loss scaler that is in use and has unscaled nothing since its last update."""
+    def scaler_factor(self) -> Tensor | None:
+        """The factor of the newest loss scaler; None if it is not in use."""
         scaler = self._last.get(SCALER)
-        if scaler is None or not scaler._enabled or scaler._scale is None:
+        if scaler is None or not scaler._enabled:
             return None
-        for state in scaler._per_optimizer_states.values():
+        scale: Tensor | None = scaler._scale
+        return scale
+
+    def loss_scale(self) -> Tensor | None:
+        """The same; None if the scaler has unscaled gradients since its last update."""
+        scale = self.scaler_factor()
+        if scale is None:
+            return None
+        for state in self._last[SCALER]._per_optimizer_states.values():
             if state["stage"].name == "UNSCALED":
                 return None
-        scale: Tensor = scaler._scale.detach().clone()
-        return scale
+        return scale.detach().clone()
 
     def asked(self) -> int:
         """The most micro-batches per update that one asks for now: a callback may change that."""
@@ -164,7 +173,7 @@ class FoundObjects:
         return count
 
     def copies_of(self, leaf: Tensor, name: str) -> Tensor | None:
-        """A parameter or buffer of another module with this name and shape that is not trained, as of an average."""
+        """An untrained tensor of another module with this name and shape, as of an average."""
         ending = name.split(".", 1)[-1]
         for other in self._frozen.get(tuple(leaf.shape), ()):
             if self._names.get(id(other), "").endswith(ending) and ending:
@@ -173,13 +182,9 @@ class FoundObjects:
 
     def _parameter_names(self) -> dict[int, str]:
         """By id, with the variable that holds the outermost module, where several are trained."""
-        inner: set[int] = set()
-        for module in self.modules:
-            inner.update(map(id, module._modules.values()))
-        roots = [module for module in self.modules if id(module) not in inner]
-        prefixes = _prefixes(roots)
+        prefixes = _prefixes(self.roots)
         names: dict[int, str] = {}
-        for root in roots:
+        for root in self.roots:
             prefix = prefixes.get(id(root), "")
             tensors = [*root.named_parameters(remove_duplicate=False), *root.named_buffers()]
             for name, parameter in tensors:
@@ -196,6 +201,13 @@ def _is_module(found: object) -> bool:
     return issubclass(type(found), torch.nn.Module) and "_modules" in vars(found)
 
 
+def _outermost(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    inner: set[int] = set()
+    for module in modules:
+        inner.update(map(id, module._modules.values()))
+    return [module for module in modules if id(module) not in inner]
+
+
 def _without_wrappers(name: str) -> str:
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
@@ -203,7 +215,10 @@ def _without_wrappers(name: str) -> str:
 
 
 def _prefixes(roots: Sequence[torch.nn.Module]) -> dict[int, str]:
-    """What stands before the names of the parameters of each module, by its id; nothing if there is one."""
+    """What stands before the names of the parameters of each module, by its id.
+
+    Nothing if there is one.
+    """
     if len(roots) < 2:
         return {}
     variables = _variables(roots)
@@ -241,6 +256,8 @@ def _read(found: object, attribute: str) -> object:
     """An attribute, or what a method returns; None before it is set up."""
     try:
         value: object = attrgetter(attribute)(found)
-        return value() if callable(value) else value
+        if callable(value):
+            value = value()
     except Exception:
         return None
+    return value

@@ -1,4 +1,4 @@
-"""What the autograd graph of a loss shows before its backward runs: leaves, data, joined rows, injected losses."""
+"""What a loss's graph shows before its backward: leaves, data, joined rows, injected losses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ MOST_VALUES = 8
 INDICES = "indices"
 CONVOLVED = "input"
 INPUTS = (INDICES, "mat1", "self", CONVOLVED)
-"""What nodes call their saved input: of embeddings, of linear layers with and without a bias, of convolutions."""
+"""What nodes call their saved input: of embeddings, of linear layers with and without a bias, of
+convolutions."""
 JOINS = (
     "CatBackward",
     "CopySlices",
@@ -54,11 +55,13 @@ class GraphSurvey:
     data: list[Tensor] = field(default_factory=list)
     """Values of inputs that need no gradient: the data."""
     sequences: int | None = None
-    """How many the input with the most of them has; None if none is arranged by sequence and place."""
+    """How many the input with the most of them has; None if none is arranged by sequence and
+    place."""
     first_axis: int | None = None
     """Length of that of the first other input."""
     covered: float = 1.0
-    """The smallest share of rows with a gradient, where rows with and without are joined; 0 if it is not visible."""
+    """The smallest share of rows with a gradient, where rows with and without are joined; 0 if
+    it is not visible."""
     injected: list[Node] = field(default_factory=list)
     """Nodes of scalars to which a function that was written in Python hands a gradient."""
 
@@ -137,7 +140,10 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def input_of(node: Node) -> Tensor | None:
-    """The input of a layer that needs no gradient, which is data; None if there is none, or a hook would make it."""
+    """The input of a layer that needs no gradient, which is data.
+
+    None if there is none, or a hook would make it.
+    """
     for name in INPUTS:
         if hasattr(node, f"_raw_saved_{name}") and (values := _saved_input(node, name)) is not None:
             return values
@@ -158,7 +164,10 @@ def _learn_kind(node: Node) -> NodeKind:
 
 
 def _saved_input(node: Node, name: str) -> Tensor | None:
-    """An input for which no gradient is wanted; None if one is, or if a hook would have to compute it."""
+    """An input for which no gradient is wanted.
+
+    None if one is, or if a hook would have to compute it.
+    """
     raw = getattr(node, f"_raw_saved_{name}")
     if raw is None or getattr(raw, "unpack_hook", "unknown") is not None:
         return None
@@ -204,7 +213,10 @@ def _covered(node: Node) -> float:
 
 
 def _injected(node: Node) -> Iterator[Node]:
-    """Scalars among the inputs of a function that has none among its outputs, as DDP's has that passes a loss on."""
+    """Scalars among the inputs of a function that has none among its outputs.
+
+    The one of DDP, which passes a loss on, has such an output.
+    """
     for output in node._input_metadata:
         if math.prod(output.shape) == 1:
             return

@@ -1,4 +1,4 @@
-"""Samples of leaves of autograd: what each backward adds to the gradient, and what the optimizer uses of it."""
+"""Samples of leaves of autograd: what backwards add to gradients, and what optimizers use."""
 
 from __future__ import annotations
 
@@ -37,6 +37,18 @@ class HeldPart(NamedTuple):
     """Which coordinates are in it."""
     places: Tensor
     """Where these are, in its flattened elements."""
+
+
+class Partition(NamedTuple):
+    """The part of a leaf that a flat parameter of ZeRO has."""
+
+    holder: Tensor
+    first: int
+    """Its first element in the leaf."""
+    start: int
+    """The same in the flat parameter."""
+    size: int
+    """Its elements."""
 
 
 class LeafProbe:
@@ -115,9 +127,11 @@ class LeafProbe:
         return held.detach().take(self.start_places)
 
     def gradient(self) -> Tensor:
-        """The gradient as the optimizer finds it: 0 where it is None, and NaN where it is not on this rank."""
+        """The gradient that the optimizer finds: 0 where it is None, NaN where not on this rank."""
         gradient = self.holder.grad
-        local = None if gradient is None else plain(gradient)
+        local = None
+        if gradient is not None:
+            local = plain(gradient)
         if local is not None and self._is_whole and not local.is_sparse:
             return local.detach().take(self._places).double()
         values = torch.full(
@@ -141,12 +155,16 @@ class LeafProbe:
 
 
 def _part(leaf: Tensor) -> str:
-    """Which part of a distributed tensor is on this rank: its place on each dimension of the mesh that shards it."""
+    """Which part of a distributed tensor is on this rank.
+
+    That is its place on each dimension of the mesh that shards it.
+    """
     if not hasattr(leaf, "_local_tensor"):
         return ""
     mesh, placements = leaf.device_mesh, leaf.placements  # type: ignore[attr-defined]
     parts = []
-    for placement, coordinate in zip(placements, mesh.get_coordinate() or []):  # noqa: B905 - older Pythons
+    coordinates = mesh.get_coordinate() or []
+    for placement, coordinate in zip(placements, coordinates):  # noqa: B905 - older Pythons
         if not placement.is_replicate():
             parts.append(f"{placement}@{coordinate}")
     return " ".join(parts)
@@ -174,24 +192,25 @@ def _of_fsdp2(sharded: FSDPParam, flat: Tensor, shape: tuple[int, ...]) -> HeldP
 
 def _of_zero(leaf: Tensor, flat: Tensor, zero: Any) -> HeldPart:
     """ZeRO's flat parameter with a part of the leaf."""
-    holder, first, start, count = _partition(leaf, zero)
-    is_here = (flat >= first) & (flat < first + count)
-    return HeldPart(holder, is_here, flat[is_here] - first + start)
+    part = _partition(leaf, zero)
+    is_here = (flat >= part.first) & (flat < part.first + part.size)
+    return HeldPart(part.holder, is_here, flat[is_here] - part.first + part.start)
 
 
-def _partition(leaf: Tensor, zero: Any) -> tuple[Tensor, int, int, int]:
-    """ZeRO's flat parameter with a part of the leaf; where that starts in the leaf and in it; its size."""
+def _partition(leaf: Tensor, zero: Any) -> Partition:
+    """Which of ZeRO's flat parameters has a part of the leaf, and where."""
     if hasattr(leaf, "ds_tensor"):
         group, start, count = zero.grad_position[zero.get_param_id(leaf)]
-        first = dist.get_rank(leaf.ds_process_group) * leaf.ds_tensor.ds_numel  # type: ignore[attr-defined]
-        return zero.fp32_partitioned_groups_flat[group], first, start, count
+        rank = dist.get_rank(leaf.ds_process_group)  # type: ignore[attr-defined]
+        first = rank * leaf.ds_tensor.ds_numel
+        return Partition(zero.fp32_partitioned_groups_flat[group], first, start, count)
     mapping: Any = getattr(leaf, "_hp_mapping", None)
     if mapping is not None:
         for flat in zero.single_partition_of_fp32_groups:
             if _share_storage(flat, mapping.hp_fragment):
                 source, target = mapping.lp_fragment_address, mapping.hp_fragment_address
-                return flat, source.start, target.start, source.numel
-    return torch.empty(0), 0, 0, 0  # on other ranks
+                return Partition(flat, source.start, target.start, source.numel)
+    return Partition(torch.empty(0), 0, 0, 0)  # on other ranks
 
 
 def _share_storage(first: Tensor, second: Tensor) -> bool:

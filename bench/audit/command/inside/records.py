@@ -22,12 +22,13 @@ SAMPLES = ("added", "left", "used", "start", "end")
 
 @dataclass
 class Criterion(Generic[NumberT]):
-    """A part of a loss: the first node, seen from the loss, that is given something other than scalars."""
+    """A part of a loss: the first node seen from it that is given something other than scalars."""
 
     node: str
     """The name of the autograd node."""
     reduction: str | None
-    """``mean``, ``sum``, ``terms`` if each of its terms is given a factor of its own, or None if it is not visible."""
+    """``mean``, ``sum``, ``terms`` if each of its terms is given a factor of its own, or None if
+    it is not visible."""
     is_named: bool = False
     """Whether it is a loss function of torch; otherwise it is a mean, a sum or anything else."""
     terms: NumberT | None = None
@@ -62,7 +63,8 @@ class Backward(Generic[ValuesT, NumberT]):
     injected: list[Criterion[NumberT]] = field(default_factory=list)
     """Losses whose gradient a function within the graph makes."""
     covered: float = 1.0
-    """The smallest share of rows with a gradient where rows are joined with others that have none."""
+    """The smallest share of rows with a gradient where rows are joined with others that have
+    none."""
     data: list[ValuesT] = field(default_factory=list)
     """Values of the first inputs of the graph, which tell one micro-batch from another."""
     rows: int | None = None
@@ -100,7 +102,8 @@ class Clipping(Generic[ValuesT, NumberT]):
     place: str = ""
     """File and line of the call."""
     loss_scale: NumberT | None = None
-    """The factor of a loss scaler that has not unscaled any gradient of this update; None if there is none."""
+    """The factor of a loss scaler that has not unscaled any gradient of this update; None if
+    there is none."""
     bound: float | None = None
     before_leaf: int = 0
     before: ValuesT | None = None
@@ -119,7 +122,8 @@ class Step(Generic[ValuesT]):
     owned: list[int] = field(default_factory=list)
     """Leaves that it updates."""
     used: list[ValuesT | None] = field(default_factory=list)
-    """Their gradients as they were before they were scaled and clipped; NaN where this rank has none."""
+    """Their gradients as they were before they were scaled and clipped; NaN where this rank has
+    none."""
     start: list[ValuesT | None] = field(default_factory=list)
     """A few values of each parameter before the step."""
     backwards: int = 0

@@ -11,7 +11,7 @@ JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 
 
 def job() -> str:
-    """What is the same in all processes of a training, and other in the next one of the same command."""
+    """What all processes of a training share, and the next one of the command does not."""
     return ":".join(os.environ.get(name, "") for name in JOB)
 
 

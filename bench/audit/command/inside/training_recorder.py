@@ -1,8 +1,8 @@
 """What happens in a rank: samples of gradients, the criteria of losses, and what is reduced.
 
-``watched_calls`` reports backwards, clipping, hooks, batches and steps to the recorder. It imports nothing of bench but
-``c10d_kernels``: the command may run in another environment. It communicates nothing, draws from no global generator,
-changes no tensor, and never raises into the training.
+``watched_calls`` reports backwards, clipping, hooks, batches and steps to the recorder. It imports
+nothing of bench but ``c10d_kernels``: the command may run in another environment. It communicates
+nothing, draws from no global generator, changes no tensor, and never raises into the training.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ....measure.c10d_kernels import CollectiveCall, CollectiveKernels
 from . import criteria
+from .failures import tell
 from .found_objects import OBSTACLES, PARALLEL, FoundObjects
 from .graph_survey import GraphSurvey, plain, survey
 from .leaf_probes import (
@@ -86,7 +87,10 @@ class ClippedNow(NamedTuple):
 
 
 class TrainingRecorder:
-    """Writes a line per event until enough updates were sampled, and afterwards one for each new length of a window."""
+    """Writes a line per event until enough updates were sampled.
+
+    Afterwards it writes one for each new length of a window.
+    """
 
     def __init__(self) -> None:
         self.kernels = CollectiveKernels(
@@ -96,10 +100,8 @@ class TrainingRecorder:
 
     def restart(self) -> None:
         """Begin anew: a forked process trains by itself."""
-        self._folder, self._num_sampled = (
-            Path(os.environ["BENCH_AUDIT_FOLDER"]),
-            int(os.environ["BENCH_AUDIT_UPDATES"]),
-        )
+        self._folder = Path(os.environ["BENCH_AUDIT_FOLDER"])
+        self._num_sampled = int(os.environ["BENCH_AUDIT_UPDATES"])
         self.active = self.sampling = True
         self.fetched = 0
         """Batches that data loaders have handed out."""
@@ -150,14 +152,9 @@ class TrainingRecorder:
                 self._fail(method, error)
 
     def _fail(self, method: Callable[..., None], error: Exception) -> None:
-        if isinstance(error, OSError):
-            print(
-                f"audit: cannot record in {self._folder} (TMPDIR): {error.strerror}",
-                file=sys.stderr,
-            )
+        text = tell("audit", self._folder, method, error)
         if self._rank is None:
             self._write(Rank(job(), *place_in_world()))
-        text = f"the recorder failed: {method.__name__}: {type(error).__name__}: {error}"
         self._write(End(text))
 
     # What is reported
@@ -209,7 +206,7 @@ class TrainingRecorder:
         self._backward = backward
 
     def _look_at_held(self, probe: LeafProbe, backward: Backward[Tensor, Tensor]) -> None:
-        """What is left in the gradient of a leaf, and whether it was cleared since the last backward."""
+        """What is left in a leaf's gradient, and whether it was cleared since the last backward."""
         is_held = probe.held() is not None
         left = None
         if probe.is_fresh and is_held:
@@ -219,7 +216,7 @@ class TrainingRecorder:
             backward.cleared.append(probe.number)
 
     def _changes(self) -> Tensor | None:
-        """By watched leaf 1 if the optimizer's values of it have changed since this was asked last."""
+        """By watched leaf 1 if the optimizer's values of it have changed since the last call."""
         rows = []
         for probe in self._watched:
             values = probe.start()
@@ -292,7 +289,10 @@ class TrainingRecorder:
         self._before_step = BeforeStep(self._num_backwards, used, start)
 
     def after_step(self, optimizer: Optimizer, arguments: object, options: object) -> None:
-        """The end of an update. A closure of the optimizer may have run the backward, as Lightning's does."""
+        """The end of an update.
+
+        A closure of the optimizer may have run the backward, as Lightning's does.
+        """
         before = self._before_step
         key = id(optimizer)
         number = self._optimizers.setdefault(key, len(self._optimizers))
@@ -371,7 +371,9 @@ class TrainingRecorder:
             if size >= LEAST_ELEMENTS:
                 large.append(leaf)
         rank.num_leaves += len(trained)
-        coordinates = MOST_COORDINATES if len(large) <= MANY_LEAVES else FEW_COORDINATES
+        coordinates = MOST_COORDINATES
+        if len(large) > MANY_LEAVES:
+            coordinates = FEW_COORDINATES
         room = min(MOST_AT_ONCE, MOST_LEAVES - len(self._probes))
         for leaf in evenly(large, room):
             self._probe(leaf, coordinates, rank)
@@ -430,7 +432,10 @@ class TrainingRecorder:
         return used
 
     def _factor(self, optimizer: Optimizer) -> Tensor | None:
-        """What makes of a gradient what it was before it was scaled, or clipped by DeepSpeed; None if it was not."""
+        """What makes of a gradient what it was before it was scaled, or clipped by DeepSpeed.
+
+        None if it was not.
+        """
         scale: Tensor | None = getattr(optimizer, "grad_scale", None)
         limit = getattr(self._objects.zero, "clip_grad", 0.0)
         norm = getattr(self._objects.zero, "_global_grad_norm", None)
@@ -446,7 +451,7 @@ class TrainingRecorder:
         return [probe.start() for probe in self._probes]
 
     def _count(self, number: int, name: str, since: int) -> None:
-        """An update that is not sampled is written down if its window has another length than those before."""
+        """Write down an unsampled update if its window is of another length than those before."""
         if since and (number, since) not in self._known_lengths:
             self._known_lengths.add((number, since))
             update = self._num_updates[number]
@@ -499,9 +504,10 @@ def _place() -> str:
 
 def _rate(optimizer: Optimizer) -> float:
     """The learning rate of its first group; NaN where reading it would wait for a device."""
-    for group in optimizer.param_groups:
-        rate = group.get("lr")
-        return float(rate) if isinstance(rate, (int, float)) else math.nan
+    if optimizer.param_groups:
+        rate = optimizer.param_groups[0].get("lr")
+        if isinstance(rate, (int, float)):
+            return float(rate)
     return math.nan
 
 
@@ -534,11 +540,14 @@ def _joined(samples: Sequence[Tensor | None]) -> dict[str, object]:
             known.append(values)
     if len({values.device for values in known}) > 1:
         known = [values.cpu() for values in known]
-    return {"sizes": sizes, "joined": torch.cat(known) if known else None}
+    joined = None
+    if known:
+        joined = torch.cat(known)
+    return {"sizes": sizes, "joined": joined}
 
 
 def _plain(value: object) -> object:
-    """For JSON: numbers as they are, values as the bytes of doubles, which are written faster than digits."""
+    """For JSON: numbers as they are, values as bytes of doubles, which are faster than digits."""
     if not isinstance(value, Tensor):
         return vars(value)
     if not value.dim():

@@ -13,6 +13,7 @@ import torch
 import torch.utils.data
 from torch import Tensor
 from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -34,13 +35,17 @@ class GradientWatcher(Protocol):
     active: bool
     sampling: bool
 
-    def guard(self, method: Callable[..., None], *arguments: Any) -> None: ...
-    def before_backward(self, roots: Any, keeps_graph: bool) -> None: ...
+    def guard(self, method: Callable[..., None], *arguments: object) -> None: ...
+    def before_backward(self, roots: Sequence[object], keeps_graph: bool) -> None: ...
     def after_backward(self) -> None: ...
-    def before_clip(self, parameters: list[Any], bound: Any) -> None: ...
+    def before_clip(self, parameters: Sequence[Tensor], bound: object) -> None: ...
     def after_clip(self) -> None: ...
-    def before_step(self, optimizer: Any, *arguments: Any) -> None: ...
-    def after_step(self, optimizer: Any, *arguments: Any) -> None: ...
+    def before_step(
+        self, optimizer: Optimizer, arguments: tuple[object, ...], options: dict[str, object]
+    ) -> None: ...
+    def after_step(
+        self, optimizer: Optimizer, arguments: tuple[object, ...], options: dict[str, object]
+    ) -> None: ...
     def restart(self) -> None: ...
     def end(self) -> None: ...
 
@@ -56,7 +61,9 @@ def install() -> None:
 def watch(recorder: GradientWatcher) -> None:
     """Tell a recorder what it needs to know, and leave a file that says that it is told."""
     wrap_backward(recorder)
-    names = CLIPPING if hasattr(clip_grad, CLIPPING[0]) else OLD_CLIPPING
+    names = OLD_CLIPPING
+    if hasattr(clip_grad, CLIPPING[0]):
+        names = CLIPPING
     for name in names:
         wrap_clipping(getattr(clip_grad, name), recorder)
     register_optimizer_step_pre_hook(functools.partial(recorder.guard, recorder.before_step))
@@ -69,7 +76,8 @@ def watch(recorder: GradientWatcher) -> None:
 def wrap_backward(recorder: GradientWatcher) -> None:
     """Wrap what ``Tensor.backward`` and ``autograd.grad`` call, and check that it is called.
 
-    The check runs no backward: once the engine has run, torch may refuse to run it in a forked process.
+    The check runs no backward: once the engine has run, torch may refuse to run it in a forked
+    process.
     """
     autograd: Any = torch.autograd  # the function is none that torch declares
     run: Callable[..., object] = autograd._engine_run_backward
@@ -89,7 +97,8 @@ def wrap_backward(recorder: GradientWatcher) -> None:
         *arguments: object,
         **options: object,
     ) -> object:
-        # autograd.grad accumulates nothing; checkpointing runs backwards inside of one; fake tensors train nothing.
+        # autograd.grad accumulates nothing; checkpointing runs backwards inside of one; fake
+        # tensors train nothing.
         is_training = options.get("accumulate_grad") and torch._C._current_graph_task_id() == -1
         if not is_training or any(type(root).__name__ == "FakeTensor" for root in roots):
             return run(roots, gradients, retain_graph, *arguments, **options)
@@ -110,8 +119,11 @@ def wrap_clipping(original: Callable[..., object], recorder: GradientWatcher) ->
     ) -> object:
         if not (recorder.active and recorder.sampling):
             return original(parameters, *arguments, **options)
-        clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        bound = arguments[0] if arguments else next(iter(options.values()), None)
+        if isinstance(parameters, Tensor):
+            clipped = [parameters]
+        else:
+            clipped = list(parameters)
+        bound = next(iter((*arguments, *options.values())), None)
         recorder.guard(recorder.before_clip, clipped, bound)
         result = original(clipped, *arguments, **options)
         recorder.guard(recorder.after_clip)
@@ -124,7 +136,7 @@ def wrap_clipping(original: Callable[..., object], recorder: GradientWatcher) ->
 
 
 def _wrap_hooks(recorder: TrainingRecorder) -> None:
-    """What a hook makes of a gradient is compared with what it was given, while backwards are sampled."""
+    """While backwards are sampled, compare what hooks make of gradients with what they get."""
     original: Callable[..., object] = Tensor.register_hook
 
     @functools.wraps(original)
@@ -138,7 +150,10 @@ def _wrap_hooks(recorder: TrainingRecorder) -> None:
                 return hook(gradient)
             before = _some(gradient)
             result = hook(gradient)
-            after = _some(gradient if result is None else result)
+            if result is None:
+                after = _some(gradient)
+            else:
+                after = _some(result)
             recorder.guard(recorder.on_hook, is_parameter, before, after)
             return result
 
@@ -152,8 +167,10 @@ _OURS = __name__.rpartition(".")[0] + ".leaf_probes"
 
 def _some(gradient: object) -> Tensor | None:
     """A few values of a gradient, as they are now; None if it is no dense tensor."""
-    local = plain(gradient) if isinstance(gradient, Tensor) else None
-    if local is None or local.is_sparse or not local.numel():
+    if not isinstance(gradient, Tensor):
+        return None
+    local = plain(gradient)
+    if local.is_sparse or not local.numel():
         return None
     count = local.numel()
     places = torch.arange(0, count, max(1, count // HOOK_VALUES), device=local.device)

@@ -1,6 +1,9 @@
-"""Installs a recorder when a process has imported torch: ``audit`` and ``invariance`` put this on PYTHONPATH.
+"""Installs a recorder when a process has imported torch.
 
-Imports nothing of bench, and runs the sitecustomize that it hides: the user's or the distribution's.
+``audit`` and ``invariance`` put this on PYTHONPATH.
+
+Imports nothing of bench, and runs the sitecustomize that it hides: the user's or the
+distribution's.
 """
 
 from __future__ import annotations

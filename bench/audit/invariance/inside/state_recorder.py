@@ -1,9 +1,12 @@
-"""What a training's state is after each of its first updates: sketches of all tensors, positions, and micro-batches.
+"""The state of a training after each of its first updates.
 
-``watched_steps`` reports backwards, clipping, batches and steps to the recorder. It imports nothing of bench but what
-the recorder of ``audit`` uses, communicates nothing, draws from no global generator, changes no tensor, and never
-raises into the training. An update is *settled* when the next batch is fetched or the next backward begins: until
-then schedules and moving averages follow, and ZeRO copies its parameters.
+That is sketches of tensors, positions of schedules, and micro-batches.
+
+``watched_steps`` reports backwards, clipping, batches and steps to the recorder. It imports nothing
+of bench but what the recorder of ``audit`` uses, communicates nothing, draws from no global
+generator, changes no tensor, and never raises into the training. An update is *settled* when the
+next batch is fetched or the next backward begins: until then schedules and moving averages follow,
+and ZeRO copies its parameters.
 """
 
 from __future__ import annotations
@@ -12,18 +15,21 @@ import array
 import contextlib
 import json
 import os
-import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Union
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ...command.inside import criteria
+from ...command.inside.failures import tell
 from ...command.inside.graph_survey import plain
 from ...command.inside.training_place import job, place_in_world
-from .found_state import FoundState
+from .found_state import FoundState, Number
 from .state_records import (
     BUFFER,
     CLIPPED,
@@ -31,6 +37,7 @@ from .state_records import (
     GRADIENT,
     PARAMETER,
     START,
+    DrawnSamples,
     Finish,
     MicroBatch,
     Position,
@@ -41,9 +48,25 @@ from .tensor_sketches import hash_of, is_readable, sketch
 from .window_data import GraphFacts
 
 OFTEN = 4
-"""Sampling ends when every optimizer has made enough updates, or all together this many times as many."""
+"""Sampling ends when every optimizer has made enough updates, or all together this many times as
+many."""
 MOST_SAMPLES = 100_000
 """Indices of samples that are kept."""
+
+
+LiveEvent = Union[  # noqa: UP007 - older Pythons
+    MicroBatch[Tensor], Sketches, Position[Number], Trainer, Finish
+]
+"""One whose numbers may still be on their device."""
+
+
+class WaitingEvent(NamedTuple):
+    """An event that is not yet written."""
+
+    event: LiveEvent
+    values: Sequence[Tensor] = ()
+    """Of sketches, still on their devices."""
+    hashes: Sequence[Tensor] = ()
 
 
 class StateRecorder:
@@ -65,27 +88,26 @@ class StateRecorder:
         self._num_backwards = 0
         self._before_step = 0
         """Backwards before the step that runs."""
-        self._backward: MicroBatch | None = None
-        self._handles: list[Any] = []
-        self._optimized: dict[int, Any] = {}
+        self._backward: MicroBatch[Tensor] | None = None
+        self._handles: list[RemovableHandle] = []
+        self._optimized: dict[int, Tensor] = {}
         """What optimizers update, by id."""
         self._started: set[int] = set()
         self._clipped: set[int] = set()
         self._counts: dict[int, int] = {}
         """Updates by the id of an optimizer."""
-        self._samples: list[Any] = []
+        self._samples: list[DrawnSamples] = []
         self._num_samples = 0
         self._batches = 0
-        self._mark: Any = None
+        self._mark: list[int] | None = None
         """The state of torch's generators at the last batch or backward."""
         self._state: FoundState | None = None
-        self._waiting: list[tuple[Any, list[Any]]] = []
-        """Events, and the sketches that belong to them."""
+        self._waiting: list[WaitingEvent] = []
         self._rows = 0
         """Of the file of values."""
         self._seconds = 0.0
 
-    def guard(self, method: Callable[..., None], *arguments: Any) -> None:
+    def guard(self, method: Callable[..., None], *arguments: object) -> None:
         """Call it. An error of ours is written down and ends the recording, not the training."""
         if not (self.active and self.sampling):
             return
@@ -102,41 +124,37 @@ class StateRecorder:
         self._seconds += time.perf_counter() - begin
 
     def _fail(self, method: Callable[..., None], error: Exception) -> None:
-        if isinstance(error, OSError):
-            print(
-                f"invariance: cannot record in {self._folder} (TMPDIR): {error.strerror}",
-                file=sys.stderr,
-            )
-        text = f"the recorder failed: {method.__name__}: {type(error).__name__}: {error}"
+        text = tell("invariance", self._folder, method, error)
         self._announce([])
         self._add(Finish(self._update, text))
         self._write()
 
     # What is reported
 
-    def on_batch(self, loader: Any, samples: list[int] | None) -> None:
+    def on_batch(self, loader: int, samples: list[int] | None) -> None:
         """A loader hands out a batch, of these samples if it shows them."""
         if self._has_stepped:
             self._settle()
         self._batches += 1
         if samples is not None and self._num_samples < MOST_SAMPLES:
             self._num_samples += len(samples)
-            self._samples.append([loader, samples])
+            self._samples.append(DrawnSamples(loader, samples))
         self._mark = _generators()
 
-    def before_backward(self, roots: Any, keeps_graph: bool) -> None:
+    def before_backward(self, roots: Sequence[object], keeps_graph: bool) -> None:
         """A micro-batch, or a part of one."""
         if self._has_stepped:
             self._settle()
         if not self.sampling:
             return
         self._num_backwards += 1
-        tensors = [root for root in roots if isinstance(root, torch.Tensor)]
+        tensors = [root for root in roots if isinstance(root, Tensor)]
         facts = GraphFacts(tensors)
-        backward = MicroBatch(self._update + 1, data=facts.data, dtypes=sorted(facts.dtypes))
+        backward: MicroBatch[Tensor] = MicroBatch(
+            self._update + 1, data=facts.data, dtypes=sorted(facts.dtypes)
+        )
         if len(tensors) == 1 and tensors[0].numel() == 1:
-            scalar: Any = plain(tensors[0]).detach().double().reshape(())
-            backward.loss = scalar  # a number once it is written
+            backward.loss = plain(tensors[0]).detach().double().reshape(())
         backward.criteria = criteria.watch(tensors, self._handles)
         backward.dropout, backward.contrasts = facts.dropout, facts.contrasts
         if not self._update:
@@ -155,7 +173,7 @@ class StateRecorder:
             self._backward = None
         self._mark = _generators()
 
-    def before_clip(self, parameters: list[Any], bound: Any) -> None:
+    def before_clip(self, parameters: Sequence[Tensor], bound: object) -> None:
         """Gradients before they are clipped."""
         self._clipped.update(map(id, parameters))
         self._sketch(GRADIENT, self._named_gradients(parameters))
@@ -163,45 +181,46 @@ class StateRecorder:
     def after_clip(self) -> None:
         """What is left of them is read at the step."""
 
-    def before_step(self, optimizer: Any, arguments: Any, options: Any) -> None:
+    def before_step(
+        self, optimizer: Optimizer, arguments: tuple[object, ...], options: dict[str, object]
+    ) -> None:
         """Parameters before their first update, and gradients if no closure is to make them."""
         parameters = _parameters(optimizer)
-        self._optimized.update((id(parameter), parameter) for parameter in parameters)
+        for parameter in parameters:
+            self._optimized[id(parameter)] = parameter
         state = self._find()
         self._before_step = self._num_backwards
         self._position(optimizer)
         new = [found for found in parameters if id(found) not in self._started]
         if not self._started:
-            new += [
-                parameter
-                for _, parameter in state.model_parameters()
-                if id(parameter) not in self._optimized
-            ]
+            for _, parameter in state.model_parameters():
+                if id(parameter) not in self._optimized:
+                    new.append(parameter)
         self._started.update(map(id, new))
-        self._sketch(START, self._named(new))
-        closures = [*arguments[1:], *options.values()]
-        if not any(callable(found) for found in closures):
+        self._sketch(START, self._named(new), 0)
+        if not _has_closure(arguments, options):
             self._gradients(parameters)
 
-    def after_step(self, optimizer: Any, arguments: Any, options: Any) -> None:
+    def after_step(
+        self, optimizer: Optimizer, arguments: tuple[object, ...], options: dict[str, object]
+    ) -> None:
         """The state of the optimizer, and buffers."""
         parameters = _parameters(optimizer)
-        closures = [*arguments[1:], *options.values()]
-        inside = self._num_backwards - self._before_step
-        if any(callable(found) for found in closures):
+        if _has_closure(arguments, options):
             self._gradients(parameters)
-        if inside > 1:
+        if self._num_backwards - self._before_step > 1:
             self._announce(
                 ["an optimizer runs several backwards per step, which are no micro-batches"]
             )
         if not self._num_backwards:
             return
+        key = id(optimizer)
         if not self._has_stepped:
             self._update += 1
             self._has_stepped = True
-            self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
-        elif id(optimizer) not in self._counts:
-            self._counts[id(optimizer)] = 1
+            self._counts[key] = self._counts.get(key, 0) + 1
+        else:
+            self._counts.setdefault(key, 1)
         self._of_optimizer(optimizer, parameters)
         self._sketch(BUFFER, self._find().buffers())
 
@@ -214,23 +233,16 @@ class StateRecorder:
 
     # State
 
-    @property
-    def _current(self) -> int:
-        """The number of the update that goes on."""
-        return self._update + (not self._has_stepped)
-
     def _settle(self) -> None:
         """All that follows an update has been done."""
         self._has_stepped = False
         self._clipped.clear()
         state = self._find(again=self._update == 1)
-        updated = {id(part) for part in self._optimized.values()}
-        others = [
-            (name, parameter)
-            for name, parameter in state.model_parameters()
-            if id(parameter) not in updated
-        ]
-        self._sketch(PARAMETER, [*self._named(self._optimized.values()), *others], self._update)
+        parameters = self._named(self._optimized.values())
+        for name, parameter in state.model_parameters():
+            if id(parameter) not in self._optimized:
+                parameters.append((name, parameter))
+        self._sketch(PARAMETER, parameters, self._update)
         self._sketch(COPY, state.copies(), self._update)
         self._add(Position(self._update, state.positions()))
         self._announce([])
@@ -273,114 +285,137 @@ class StateRecorder:
             trainer.dropouts = self._state.dropouts()
         self._add(trainer)
 
-    def _gradients(self, parameters: list[Any]) -> None:
-        clipped = [found for found in parameters if id(found) in self._clipped]
-        others = [found for found in parameters if id(found) not in self._clipped]
+    def _gradients(self, parameters: Iterable[Tensor]) -> None:
+        clipped, others = [], []
+        for parameter in parameters:
+            if id(parameter) in self._clipped:
+                clipped.append(parameter)
+            else:
+                others.append(parameter)
         self._sketch(CLIPPED, self._named_gradients(clipped))
         self._sketch(GRADIENT, self._named_gradients(others))
 
-    def _of_optimizer(self, optimizer: Any, parameters: list[Any]) -> None:
+    def _of_optimizer(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
         """Tensors that its state has for parameters, and its count of steps."""
-        kinds: dict[str, list[tuple[str, Any]]] = {}
+        kinds: dict[str, list[tuple[str, Tensor | None]]] = {}
         for parameter in parameters:
             state = optimizer.state.get(parameter)
             if not isinstance(state, dict):
                 continue
-            for key, value in _tensors(state):
-                is_alike = tuple(plain(value).shape) == tuple(plain(parameter).shape)
-                named = [(parameter, value)]
-                names = self._names(named) if is_alike else [(self._name(parameter), value)]
-                kinds.setdefault(key, []).extend(names)
+            for kind, value in _tensors(state):
+                named = kinds.setdefault(kind, [])
+                if plain(value).shape == plain(parameter).shape:
+                    named += self._names([(parameter, value)])
+                else:
+                    named.append((self._name(parameter), value))
         for kind, named in kinds.items():
             self._sketch(kind, named, self._update)
-        steps = [state.get("step") for state in optimizer.state.values() if isinstance(state, dict)]
-        if steps and steps[0] is not None:
-            name = f"{type(optimizer).__name__}.step"
-            value = steps[0]
-            if isinstance(value, torch.Tensor):
-                value = value.detach().double().reshape(-1)[:1].sum()
-            self._add(Position(self._update, {name: value}))
+        steps = _num_steps(optimizer)
+        if steps is not None:
+            self._add(Position(self._update, {f"{type(optimizer).__name__}.step": steps}))
 
-    def _position(self, optimizer: Any) -> None:
+    def _position(self, optimizer: Optimizer) -> None:
         """The settings of a step, such as its learning rate."""
-        values: dict[str, Any] = {}
+        values: dict[str, Number] = {}
         for number, group in enumerate(optimizer.param_groups):
             for key in ("lr", "weight_decay"):
                 value = group.get(key)
-                if isinstance(value, torch.Tensor) and value.numel() == 1:
+                if isinstance(value, Tensor) and value.numel() == 1:
                     value = value.detach().double().reshape(())
-                if isinstance(value, (int, float, torch.Tensor)):
+                if isinstance(value, (int, float, Tensor)):
                     values[f"{type(optimizer).__name__}.{key} of group {number + 1}"] = value
-        self._add(Position(self._current, values))
+        self._add(Position(self._current(), values))
 
     # Names and sketches
 
-    def _name(self, parameter: Any) -> str:
+    def _name(self, parameter: Tensor) -> str:
         name = self._find().name_of(parameter)
         if name:
             return name
-        number = (
-            list(self._optimized).index(id(parameter)) if id(parameter) in self._optimized else 0
-        )
-        return f"parameter {number + 1}"
+        number = 1
+        if id(parameter) in self._optimized:
+            number += list(self._optimized).index(id(parameter))
+        return f"parameter {number}"
 
-    def _named(self, parameters: Iterable[Any]) -> list[tuple[str, Any]]:
-        return self._names([(parameter, parameter) for parameter in parameters])
+    def _named(self, parameters: Iterable[Tensor]) -> list[tuple[str, Tensor | None]]:
+        return self._names((parameter, parameter) for parameter in parameters)
 
-    def _named_gradients(self, parameters: Iterable[Any]) -> list[tuple[str, Any]]:
-        return self._names([(parameter, parameter.grad) for parameter in parameters])
+    def _named_gradients(self, parameters: Iterable[Tensor]) -> list[tuple[str, Tensor | None]]:
+        return self._names((parameter, parameter.grad) for parameter in parameters)
 
-    def _names(self, pairs: list[tuple[Any, Any]]) -> list[tuple[str, Any]]:
-        """Names of tensors that belong to parameters; flat ones of ZeRO are cut into the parameters that they hold."""
-        named: list[tuple[str, Any]] = []
+    def _names(
+        self, pairs: Iterable[tuple[Tensor, Tensor | None]]
+    ) -> list[tuple[str, Tensor | None]]:
+        """Names of tensors that belong to parameters.
+
+        Flat ones of ZeRO are cut into the parameters that they hold.
+        """
+        named: list[tuple[str, Tensor | None]] = []
         state = self._find()
         for parameter, value in pairs:
             parts = state.parts.get(id(parameter), ())
-            whole = None if value is None else plain(value)
-            if whole is not None and parts and whole.dim() == 1:
-                for name, start, count in parts:
-                    named.append((f"{name} (part)", whole[start : start + count]))
+            if parts and value is not None and plain(value).dim() == 1:
+                for part in parts:
+                    values = plain(value)[part.first : part.first + part.size]
+                    named.append((f"{part.name} (part)", values))
             else:
                 named.append((self._name(parameter), value))
         return named
 
+    def _current(self) -> int:
+        """The number of the update that goes on."""
+        if self._has_stepped:
+            return self._update
+        return self._update + 1
+
     def _sketch(
-        self, kind: str, tensors: Iterable[tuple[str, Any]], update: int | None = None
+        self,
+        kind: str,
+        tensors: Iterable[tuple[str, Tensor | None]],
+        update: int | None = None,
     ) -> None:
-        """Sketch named tensors; None is one without elements."""
+        """Sketch named tensors, by default of the current update; None is one without elements."""
         state = self._find()
-        number = self._current if update is None else update
-        event = Sketches(0 if kind == START else number, kind, [], [], [], [])
-        values: list[Any] = []
+        if update is None:
+            update = self._current()
+        event = Sketches(update, kind)
+        values, hashes = [], []
         for name, found in tensors:
-            tensor: Any = torch.zeros(0) if found is None else plain(found)
-            if not isinstance(tensor, torch.Tensor) or (tensor.numel() and not is_readable(tensor)):
+            tensor = torch.zeros(0)
+            if found is not None:
+                tensor = plain(found)
+            if tensor.numel() and not is_readable(tensor):
                 continue
             made = sketch(tensor)
-            values.append(made[0])
-            event.hashes.append(made[1])
+            values.append(made.values)
+            hashes.append(made.bits)
             event.names.append(name)
             event.sizes.append(tensor.numel())
             event.dtypes.append(str(tensor.dtype).removeprefix("torch."))
             event.replicated.append(id(found) in state.replicated)
         if values:
-            self._add(event, values)
+            self._add(event, values, hashes)
 
-    def _add(self, event: Any, values: list[Any] | None = None) -> None:
-        self._waiting.append((event, values or []))
+    def _add(
+        self,
+        event: LiveEvent,
+        values: Sequence[Tensor] = (),
+        hashes: Sequence[Tensor] = (),
+    ) -> None:
+        self._waiting.append(WaitingEvent(event, values, hashes))
 
     def _write(self) -> None:
         """The host waits for devices here, and nowhere else."""
         waiting, self._waiting = self._waiting, []
         lines = []
         doubles = array.array("d")
-        for event, values in waiting:
-            if values:
+        for event, values, hashes in waiting:
+            if isinstance(event, Sketches):
                 event.first = self._rows
                 self._rows += len(values)
                 for row in _on_cpu(values):
                     doubles.extend(row)
-                event.hashes = _on_cpu(event.hashes)
+                event.hashes = _on_cpu(hashes)
             lines.append(json.dumps({type(event).__name__.lower(): event}, default=_plain) + "\n")
         name = f"{os.getpid()}"
         with (self._folder / f"{name}.sketches").open("ab") as file:
@@ -389,9 +424,9 @@ class StateRecorder:
             file.write("".join(lines))
 
 
-def _on_cpu(values: list[Any]) -> list[Any]:
-    """Tensors of one shape as lists, with one copy from each device."""
-    by_device: dict[Any, list[int]] = {}
+def _on_cpu(values: Sequence[Tensor]) -> list[Any]:
+    """Tensors of one shape as numbers or lists of these, with one copy from each device."""
+    by_device: dict[torch.device, list[int]] = {}
     for place, value in enumerate(values):
         by_device.setdefault(value.device, []).append(place)
     found: list[Any] = [None] * len(values)
@@ -402,35 +437,57 @@ def _on_cpu(values: list[Any]) -> list[Any]:
     return found
 
 
-def _parameters(optimizer: Any) -> list[Any]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    parameters: list[Tensor] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return parameters
 
 
-def _tensors(state: dict[Any, Any]) -> list[tuple[str, Any]]:
-    """Tensors of an optimizer's state for a parameter, also those in lists, dictionaries and objects within it."""
+def _has_closure(arguments: tuple[object, ...], options: dict[str, object]) -> bool:
+    """Whether a step is given a function that runs the backward; its first argument is itself."""
+    return any(map(callable, (*arguments[1:], *options.values())))
+
+
+def _num_steps(optimizer: Optimizer) -> Number | None:
+    """Of its first parameter that has a state; None if it does not count them."""
+    for state in optimizer.state.values():
+        if isinstance(state, dict):
+            steps: Number | None = state.get("step")
+            if isinstance(steps, Tensor):
+                steps = steps.detach().double().reshape(-1)[:1].sum()
+            return steps
+    return None
+
+
+def _tensors(state: Mapping[object, object]) -> list[tuple[str, Tensor]]:
+    """Those of an optimizer's state for a parameter, also those that are inside of its values."""
     found = []
     for key, value in state.items():
         if key == "step":
             continue
-        inner: Iterable[tuple[Any, Any]]
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             found.append((str(key), value))
             continue
-        if isinstance(value, dict):
-            inner = value.items()
-        elif isinstance(value, (list, tuple)):
-            inner = enumerate(value)
-        else:
-            inner = getattr(value, "__dict__", {}).items()
-        for name, each in inner:
-            if isinstance(each, torch.Tensor):
-                found.append((f"{key}.{name}", each))
+        for name, inner in _items(value):
+            if isinstance(inner, Tensor):
+                found.append((f"{key}.{name}", inner))
     return found
 
 
-def _generators() -> Any:
+def _items(value: object) -> Iterable[tuple[object, object]]:
+    """What a list, a dictionary or an object holds, with the place, key or attribute of each."""
+    if isinstance(value, dict):
+        return value.items()
+    if isinstance(value, (list, tuple)):
+        return enumerate(value)
+    attributes: dict[str, object] = getattr(value, "__dict__", {})
+    return attributes.items()
+
+
+def _generators() -> list[int]:
     """The state of torch's generators, without waiting for a device."""
-    state: list[int] = [int(torch.default_generator.get_state().view(torch.int64).sum())]
+    state = [int(torch.default_generator.get_state().view(torch.int64).sum())]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         for generator in torch.cuda.default_generators:
             with contextlib.suppress(Exception):  # before torch 2.2 there is no offset
@@ -438,5 +495,8 @@ def _generators() -> Any:
     return state
 
 
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else vars(value)
+def _plain(value: object) -> object:
+    """For JSON."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return vars(value)

@@ -1,15 +1,20 @@
-"""What the recorder writes of a rank: a line of JSON per event, and the values of sketches in a file of doubles.
+"""What the recorder writes of a rank: a line of JSON per event, and sketches in a file of doubles.
 
-Updates are numbered from 1. Several steps of optimizers with no backward between them are one update.
+Updates are numbered from 1. Several steps of optimizers with no backward between them are one
+update. Inside of the recorder numbers are tensors, since reading one may wait for its device; a
+record has numbers. So some classes are generic, as those of an audit: ``NumberT`` is either.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Generic
+
+from ...command.inside.records import Criterion, NumberT
 
 BUCKETS = 64
-"""Signed sums of a sketch: the squares of their differences estimate that of the tensors within some 20 %."""
+"""Signed sums of a sketch: the squares of their differences estimate the squared norm of the
+tensors' difference within some 20 %."""
 COORDINATES = 64
 """Elements of a tensor that are kept as they are."""
 WIDTH = 1 + BUCKETS + COORDINATES
@@ -21,56 +26,78 @@ PARAMETER, BUFFER, COPY = "parameter", "buffer", "copy"
 
 
 @dataclass
-class MicroBatch:
+class InputRows(Generic[NumberT]):
+    """The rows that an input of the model is given, each with a number as its fingerprint."""
+
+    rows: int
+    width: int
+    """Elements of a row."""
+    total: NumberT
+    """The sum of the fingerprints."""
+    squares: NumberT
+    """The sum of their squares."""
+
+
+@dataclass
+class DrawnSamples:
+    """The samples of a batch that a loader has handed out."""
+
+    loader: int
+    """Loaders are numbered by their data sets."""
+    indices: list[int]
+
+
+@dataclass
+class MicroBatch(Generic[NumberT]):
     """A backward, and what came before it."""
 
     update: int
-    loss: float | None = None
+    loss: NumberT | None = None
     """The value that backward was called on; None if it is no single number."""
-    data: list[Any] = field(default_factory=list)
-    """Per input of the model: rows, elements of a row, the sum of the rows' fingerprints and that of their squares."""
-    samples: list[Any] = field(default_factory=list)
-    """Pairs of a loader and the indices that it has handed out since the backward before."""
+    data: list[InputRows[NumberT]] = field(default_factory=list)
+    """By input of the model, in the order of its graph."""
+    samples: list[DrawnSamples] = field(default_factory=list)
+    """What loaders have handed out since the backward before, if they show it."""
     batches: int = 0
     """How many batches loaders have handed out since then."""
-    criteria: list[Any] = field(default_factory=list)
+    criteria: list[Criterion[NumberT]] = field(default_factory=list)
     """As in the records of an audit."""
     dtypes: list[str] = field(default_factory=list)
     """Floating-point dtypes of the graph."""
     drew: bool = False
-    """Whether torch drew random numbers between the batch, or the backward before, and this backward."""
+    """Whether torch drew random numbers between this backward and the batch or backward before."""
     dropout: bool = False
     """Whether the graph has a dropout."""
     contrasts: bool = False
     """Whether the loss has a product of two tensors that both depend on data."""
-    leaves: Any = None
+    leaves: NumberT | int | None = None
     """A hash of the parameters that the graph has; of the first update alone."""
 
 
 @dataclass
 class Sketches:
-    """Sketches of all tensors of one kind; those of several events of one update and kind belong together."""
+    """Sketches of all tensors of a kind; several events of an update and kind belong together."""
 
     update: int
     kind: str
-    names: list[str]
-    sizes: list[int]
+    names: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     """Elements."""
-    dtypes: list[str]
-    hashes: Any
+    dtypes: list[str] = field(default_factory=list)
+    hashes: list[int] = field(default_factory=list)
     """Of the bits."""
     first: int = 0
     """The row of the file of values where they begin."""
     replicated: list[bool] = field(default_factory=list)
-    """Whether DistributedDataParallel holds the tensor, which promises that it is the same on all ranks."""
+    """Whether DistributedDataParallel holds the tensor, and so promises the same on all ranks."""
 
 
 @dataclass
-class Position:
+class Position(Generic[NumberT]):
     """Numbers that are to be the same in every split: of schedules, scalers and optimizers."""
 
     update: int
-    values: dict[str, Any]
+    values: dict[str, NumberT]
 
 
 @dataclass
@@ -99,13 +126,3 @@ class Finish:
     failure: str = ""
     seconds: float = 0.0
     """What the recorder took."""
-
-
-STATE_EVENTS: dict[str, Any] = {
-    "microbatch": MicroBatch,
-    "sketches": Sketches,
-    "position": Position,
-    "trainer": Trainer,
-    "finish": Finish,
-}
-"""By the key of a line."""

@@ -1,31 +1,44 @@
 """A sketch of a tensor: its norm, signed sums, some of its elements, and a hash of its bits.
 
-The signed sums are a count sketch (Charikar, Chen and Farach-Colton 2002): element i is added to sum i mod 64 with a
-sign that depends on i div 64. They are linear, so those of a difference are the difference of sketches, and the sum of
-their squares estimates the squared norm with a relative standard deviation of sqrt(2 / 64). Each tensor is read
-three times, and what is kept of it does not grow with it. Nothing waits for a device.
+The signed sums are a count sketch (Charikar, Chen and Farach-Colton 2002): element i is added to
+sum i mod 64 with a sign that depends on i div 64. They are linear, so those of a difference are the
+difference of sketches, and the sum of their squares estimates the squared norm with a relative
+standard deviation of sqrt(2 / 64). Each tensor is read three times, and what is kept of it does not
+grow with it. Nothing waits for a device.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ...command.inside.graph_survey import plain
 from .state_records import BUCKETS, COORDINATES, WIDTH
 
 ROWS = 4096
-"""Rows of signed sums that are added in the dtype of the tensor; their sums are added in double precision."""
+"""Rows of signed sums that are added in the dtype of the tensor; their sums are added in double
+precision."""
 CHUNK = 64
 """Blocks of so many rows that are read at once."""
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 """By bytes per element."""
 
 
+class LiveSketch(NamedTuple):
+    """A sketch whose numbers are still on the device of its tensor."""
+
+    values: Tensor
+    """WIDTH doubles."""
+    bits: Tensor
+    """A hash, as an integer."""
+
+
 @functools.cache
-def _signs(count: int, seed: int, device: Any, dtype: Any) -> Any:
+def _signs(count: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Signs from a generator of our own: the global one belongs to the training."""
     generator = torch.Generator("cpu").manual_seed(seed)
     signs = torch.randint(2, (count,), generator=generator) * 2 - 1
@@ -33,7 +46,7 @@ def _signs(count: int, seed: int, device: Any, dtype: Any) -> Any:
 
 
 @functools.cache
-def _places(size: int, device: Any) -> Any:
+def _places(size: int, device: torch.device) -> Tensor:
     """The coordinates of tensors of a size."""
     if size <= COORDINATES:
         return torch.arange(size).to(device)
@@ -41,15 +54,17 @@ def _places(size: int, device: Any) -> Any:
     return torch.randint(size, (COORDINATES,), generator=generator).to(device)
 
 
-def is_readable(tensor: Any) -> bool:
-    """Whether a tensor has elements: FSDP2 and ZeRO-3 free those of parameters that are not in use."""
+def is_readable(tensor: Tensor) -> bool:
+    """Whether a tensor has elements: FSDP2 and ZeRO-3 free those of parameters not in use."""
     if tensor.is_sparse:
         return bool(tensor._nnz())
-    return tensor.device.type != "meta" and bool(tensor.numel() and tensor.untyped_storage().size())
+    if tensor.device.type == "meta":
+        return False
+    return bool(tensor.numel() and tensor.untyped_storage().size())
 
 
-def sketch(tensor: Any) -> tuple[Any, Any]:
-    """Values (WIDTH doubles) and a hash of the bits (an integer), both on the tensor's device."""
+def sketch(tensor: Tensor) -> LiveSketch:
+    """Of all elements of a tensor that are on this rank."""
     flat = plain(tensor).detach()
     if flat.is_sparse:
         flat = flat.coalesce().to_dense()
@@ -59,34 +74,45 @@ def sketch(tensor: Any) -> tuple[Any, Any]:
     values = torch.zeros(WIDTH, dtype=torch.float64, device=flat.device)
     size = flat.numel()
     if not size:
-        return values, torch.zeros((), dtype=torch.int64, device=flat.device)
+        return LiveSketch(values, torch.zeros((), dtype=torch.int64, device=flat.device))
     step = BUCKETS * ROWS * CHUNK
     squares = torch.zeros((), dtype=torch.float64, device=flat.device)
     for number, start in enumerate(range(0, size, step)):
-        part = flat[start : start + step]
-        if part.dtype != torch.float64:
-            part = part.float() if part.is_floating_point() else part.double()
+        part = _for_sums(flat[start : start + step])
         squares += torch.linalg.vector_norm(part).double() ** 2
         outer = _signs(4096, 1, flat.device, torch.float64)[number % 4096]
         values[1 : 1 + BUCKETS] += outer * _signed_sums(part)
     values[0] = squares.sqrt()
     places = _places(size, flat.device)
     values[1 + BUCKETS : 1 + BUCKETS + len(places)] = flat[places].double()
-    return values, _hash(flat)
+    return LiveSketch(values, _hash(flat))
 
 
-def hash_of(tensors: list[Any]) -> Any:
+def hash_of(tensors: Sequence[Tensor]) -> Tensor | None:
     """A hash of the bits of all of them, or None if they have no elements."""
-    total = None
+    total: Tensor | None = None
     for tensor in tensors:
         local = plain(tensor).detach()
-        if is_readable(local) and not local.is_complex():
-            bits = _hash(local.contiguous().reshape(-1))
-            total = bits if total is None else total + bits.to(total.device, non_blocking=True)
+        if not is_readable(local) or local.is_complex():
+            continue
+        bits = _hash(local.contiguous().reshape(-1))
+        if total is None:
+            total = bits
+        else:
+            total = total + bits.to(total.device, non_blocking=True)
     return total
 
 
-def _signed_sums(part: Any) -> Any:
+def _for_sums(part: Tensor) -> Tensor:
+    """In fp32, or in double precision what is an integer or has it already."""
+    if part.dtype == torch.float64:
+        return part
+    if part.is_floating_point():
+        return part.float()
+    return part.double()
+
+
+def _signed_sums(part: Tensor) -> Tensor:
     """Of at most CHUNK blocks of rows, as BUCKETS doubles."""
     signs = _signs(ROWS, 2, part.device, part.dtype)
     block = BUCKETS * ROWS
@@ -109,14 +135,17 @@ def _signed_sums(part: Any) -> Any:
     return sums
 
 
-def _add_rows(signs: Any, rows: Any) -> Any:
-    """Signed sums of rows, per block. A matrix product of CUDA may round to TF32, one of elements does not."""
+def _add_rows(signs: Tensor, rows: Tensor) -> Tensor:
+    """Signed sums of rows, per block.
+
+    A matrix product of CUDA may round to TF32, one of elements does not.
+    """
     if rows.device.type == "cpu":
         return torch.matmul(signs, rows)
     return (rows * signs[:, None]).sum(1)
 
 
-def _hash(flat: Any) -> Any:
+def _hash(flat: Tensor) -> Tensor:
     """The sum of the bits as integers of 8 bytes, the fastest to add.
 
     What it misses, elements that have changed places, the signed sums see.

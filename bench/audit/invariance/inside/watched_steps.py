@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,13 +22,17 @@ def install() -> None:
 
 
 def _wrap_loaders(recorder: StateRecorder) -> None:
-    """A loader draws the indices of a batch before it hands it out, with workers some batches before."""
+    """A loader draws the indices of a batch before it hands it out.
+
+    With workers it does so some batches before.
+    """
     iterator: Any = torch.utils.data.dataloader._BaseDataLoaderIter
-    draw, hand_out = iterator._next_index, iterator.__next__
+    draw: Callable[[object], object] = iterator._next_index
+    hand_out: Callable[[object], object] = iterator.__next__
     numbers: dict[int, int] = {}
 
     @functools.wraps(draw)
-    def next_index(loader: Any) -> Any:
+    def next_index(loader: object) -> object:
         samples = draw(loader)
         if recorder.active and recorder.sampling:
             drawn = vars(loader).setdefault("_bench_drawn", deque())
@@ -35,11 +40,13 @@ def _wrap_loaders(recorder: StateRecorder) -> None:
         return samples
 
     @functools.wraps(hand_out)
-    def next_batch(loader: Any) -> Any:
+    def next_batch(loader: object) -> object:
         batch = hand_out(loader)
         if recorder.active and recorder.sampling:
             drawn = vars(loader).get("_bench_drawn")
-            samples = drawn.popleft() if drawn else None
+            samples = None
+            if drawn:
+                samples = drawn.popleft()
             number = numbers.setdefault(id(getattr(loader, "_dataset", loader)), len(numbers))
             recorder.guard(recorder.on_batch, number, samples)
         return batch
@@ -48,17 +55,15 @@ def _wrap_loaders(recorder: StateRecorder) -> None:
     iterator.__next__ = next_batch
 
 
-def _indices(samples: Any) -> list[int] | None:
+def _indices(samples: object) -> list[int] | None:
     """What a sampler gives, if these are numbers of samples."""
     if isinstance(samples, int):
         return [samples]
-    if isinstance(samples, (list, tuple)):
-        numbers = []
-        for sample in samples:
-            if isinstance(sample, torch.Tensor):
-                return None
-            if not isinstance(sample, int):
-                return None
-            numbers.append(sample)
-        return numbers
-    return None
+    if not isinstance(samples, (list, tuple)):
+        return None
+    numbers = []
+    for sample in samples:
+        if not isinstance(sample, int):
+            return None
+        numbers.append(sample)
+    return numbers

@@ -1,13 +1,16 @@
-"""What a micro-batch was made of, as its autograd graph shows it: fingerprints that add up over a split batch."""
+"""What a micro-batch was made of, as its graph shows it: fingerprints that add up over a split."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import Node
 
 from ...command.inside.graph_survey import MOST_INPUTS, MOST_NODES, input_of
+from .state_records import InputRows
 from .tensor_sketches import is_readable
 
 MOST_ELEMENTS = 2**26
@@ -20,24 +23,25 @@ NEAR = 64
 """Nodes from the loss on among which rows are looked for that meet each other."""
 PRODUCTS = ("MmBackward", "AddmmBackward", "BmmBackward", "CdistBackward", "EuclideanDistBackward")
 LONG = 50
-"""Nodes of a path to which a parameter belongs at most, where it is shaped or multiplied before it is used."""
+"""Nodes of a path to which a parameter belongs at most, where it is shaped or multiplied before it
+is used."""
 
 
 class GraphFacts:
     """Found in one walk, breadth first."""
 
-    def __init__(self, roots: list[Any]) -> None:
-        self.data: list[Any] = []
-        """Per input the number of rows, elements of a row, and two sums over rows, which are tensors."""
+    def __init__(self, roots: Sequence[Tensor]) -> None:
+        self.data: list[InputRows[Tensor]] = []
+        """By input."""
         self.dtypes: set[str] = set()
         self.dropout = False
         self.contrasts = False
         """Whether the loss has a product of two tensors that both depend on data."""
-        self.leaves: list[Any] = []
-        queue: list[Any] = [root.grad_fn for root in roots]
-        seen: set[Any] = {None}
+        self.leaves: list[Tensor] = []
+        queue = [root.grad_fn for root in roots]
+        seen: set[Node | None] = {None}
         for node in queue:
-            if node in seen:
+            if node is None or node in seen:
                 continue
             seen.add(node)
             if len(seen) > MOST_NODES:
@@ -45,9 +49,9 @@ class GraphFacts:
             self._look_at(node)
             if len(seen) < NEAR and not self.contrasts and not hasattr(node, "variable"):
                 self.contrasts = _contrasts(node)
-            queue += [inner for inner, _ in node.next_functions]
+            queue += _inner_nodes(node)
 
-    def _look_at(self, node: Any) -> None:
+    def _look_at(self, node: Node) -> None:
         for metadata in getattr(node, "_input_metadata", ()):
             if metadata.dtype.is_floating_point:
                 self.dtypes.add(str(metadata.dtype).removeprefix("torch."))
@@ -65,7 +69,11 @@ class GraphFacts:
                 self.data.append(_fingerprint(values))
 
 
-def _contrasts(node: Any) -> bool:
+def _inner_nodes(node: Node) -> list[Node | None]:
+    return [inner for inner, _ in node.next_functions]
+
+
+def _contrasts(node: Node) -> bool:
     """Whether it multiplies rows of a micro-batch with each other."""
     name = node.name()
     if not name.startswith(PRODUCTS):
@@ -73,28 +81,30 @@ def _contrasts(node: Any) -> bool:
     metadata = getattr(node, "_input_metadata", ())
     if name.startswith("BmmBackward") and (not metadata or metadata[0].shape[0] != 1):
         return False  # a product for each row of the batch, as attention's
-    operands = [inner for inner, _ in node.next_functions[-2:]]
-    return len(operands) == 2 and all(map(_depends_on_data, reversed(operands)))
-
-
-def _depends_on_data(node: Any) -> bool:
-    """Whether a node is made of data, and not of parameters alone."""
-    if node is None:
+    operands = _inner_nodes(node)[-2:]
+    if len(operands) != 2:
         return False
-    queue, seen = [node], {None}
+    first, second = operands
+    return _depends_on_data(second) and _depends_on_data(first)
+
+
+def _depends_on_data(node: Node | None) -> bool:
+    """Whether a node is made of data, and not of parameters alone."""
+    queue = [node]
+    seen: set[Node | None] = {None}
     for inner in queue:
-        if inner in seen:
+        if inner is None or inner in seen:
             continue
         seen.add(inner)
         if len(seen) > LONG:
             return True
         if not hasattr(inner, "variable") and input_of(inner) is not None:
             return True
-        queue += [following for following, _ in inner.next_functions]
+        queue += _inner_nodes(inner)
     return False
 
 
-def _probability(node: Any) -> float:
+def _probability(node: Node) -> float:
     """Of a dropout inside of attention."""
     try:
         return float(getattr(node, "_saved_dropout_p", 0.0) or 0.0)
@@ -103,17 +113,21 @@ def _probability(node: Any) -> float:
 
 
 @functools.lru_cache(maxsize=64)
-def _weights(count: int, device: Any) -> Any:
+def _weights(count: int, device: torch.device) -> Tensor:
     generator = torch.Generator("cpu").manual_seed(4)
     return torch.randn(count, generator=generator, dtype=torch.float64).to(device)
 
 
-def _fingerprint(values: Any) -> list[Any]:
-    """Rows, elements of a row, and the sums of a projection of each row and of its square."""
-    rows = values.shape[0] if values.dim() else 1
+def _fingerprint(values: Tensor) -> InputRows[Tensor]:
+    """A projection of each row."""
+    rows = 1
+    if values.dim():
+        rows = values.shape[0]
     table = values.detach().reshape(rows, -1)
     width = table.shape[1]
     weights = _weights(width, table.device)
-    parts = [part.double() @ weights for part in table.split(max(1, AT_ONCE // width))]
+    parts = []
+    for part in table.split(max(1, AT_ONCE // width)):
+        parts.append(part.double() @ weights)
     projected = torch.cat(parts)
-    return [rows, width, projected.sum(), (projected**2).sum()]
+    return InputRows(rows, width, projected.sum(), (projected**2).sum())
