@@ -157,9 +157,11 @@ class Node:
             killed_for_memory=outcome.moved(self._kills, outcome.counters()),
             last_lines=last_lines,
         )
-        recording = None
+        recorded, recording = None, None
         if self._telemetry is not None:
-            recording = self._telemetry.stop()
+            recorded = self._telemetry.stop()
+        if recorded is not None:
+            recording = dict(recorded)
         return NodeReport(
             results=[self._result(rank) for rank in node_task.ranks],
             ending=ending,
