@@ -1,4 +1,4 @@
-"""The launcher's process with its fork servers (``server``), as the bench's own process holds it."""
+"""The launcher's process and its fork servers (``server``), as the bench's own process has it."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ class LauncherProcess:
 
 
 def environment_of(device: Device, interface: str, code: Path = ROOT) -> dict[str, str]:
-    """The environment of the launcher and all ranks, which import the bench from the folder ``code``."""
+    """The environment of the launcher and all ranks, which import the bench from ``code``."""
     environment = os.environ | {
         "PYTHONPATH": python_path(code),
         # torch.cuda.is_available() must not initialize CUDA in the fork server.

@@ -44,7 +44,7 @@ from bench.plan.task import Spec, Task
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from torch.distributed import GradBucket, ProcessGroup
+    from torch._C._distributed_c10d import GradBucket, ProcessGroup
     from torch.nn.parallel import DistributedDataParallel
 
 AT_LIMIT_BYTES = 256 * 2**20
