@@ -1,4 +1,4 @@
-"""What a backend receives: one pass of a trial on a rank. It imports torch only where it is used."""
+"""What a backend receives: one pass of a trial on a rank. Imports torch only where it is used."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def _first_host(listed: str) -> str:
-    """The first of several hosts: one on each line, or Slurm's ``n[01-04,7],m2``, whose is ``n01``."""
+    """The first of several hosts: one on each line, or as in Slurm's ``n[01-04,7],m2``."""
     first = listed.split(maxsplit=1)[0]
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first).split(",")[0]
 

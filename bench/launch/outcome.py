@@ -1,4 +1,4 @@
-"""How a trial ended, by its ranks' results, exit codes, signals and the kernel's counters, not logs.
+"""How a trial ended, by results of ranks, exit codes, signals and the kernel's counters, not logs.
 
 A SIGKILL is attributed to the kernel if its counter of out-of-memory kills went up meanwhile.
 """

@@ -114,7 +114,7 @@ class LauncherProcess:
             theirs.close()
 
     def ready(self) -> str:
-        """Wait until the fork servers have loaded everything; what initialized CUDA, if anything."""
+        """Wait until the fork servers have loaded everything; what initialized CUDA, or nothing."""
         while self._pending:
             reply = self.wait(START_TIMEOUT_S)
             if reply is None or not reply.get("ready"):

@@ -66,7 +66,7 @@ class CollectiveCounter(CollectiveKernels):
             self.bytes[key] += collective.payload_bytes
 
     def self_test(self, device: torch.device) -> None:
-        """Check on the default group that collectives are counted, and that AVG averages. Collective.
+        """Check on the default group that collectives are counted and AVG averages. Collective.
 
         One all-reduce of 8 bytes over the rank numbers 0 to W - 1 must be counted and average to (W
         - 1) / 2, up to the rounding of a sum and of 1/W, by which NCCL multiplies before summing.

@@ -122,7 +122,7 @@ class Masks:
                 self._names = set(stored.keys())
 
     def of(self, name: str, start: int, count: int) -> Tensor | None:
-        """Whether each of ``count`` elements from ``start`` on is; None if the whole parameter is."""
+        """Whether each of ``count`` elements from ``start`` on is; None if the whole is trained."""
         if name not in self._names:
             return None
         first, last = start // 8, -(-(start + count) // 8)

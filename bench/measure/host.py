@@ -143,7 +143,7 @@ def _between(begin: LoadReading, end: LoadReading, kernel: str) -> MeasuredLoad:
 
 
 def merge(ranks: Sequence[MeasuredLoad | None]) -> dict[str, float] | None:
-    """Merge the loads of ranks: ``num_cpus``, and ``own_cores``, ``foreign_cores``, ``stolen_cores``.
+    """Merge the loads of ranks: ``num_cpus``, ``own_cores``, ``foreign_cores``, ``stolen_cores``.
 
     The bench's own watching processes count as foreign. Ranks of several nodes that share a kernel,
     as containers do, count as ranks of one. None without ranks, or if one of them has no result.

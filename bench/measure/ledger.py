@@ -294,7 +294,7 @@ class _ThreadMode(LocalMode):
 
 
 def _is_parameter(arg: object) -> bool:
-    """Whether it is a parameter. ``isinstance`` is too slow for this; tensor subclasses have a flag."""
+    """Whether it is a parameter. ``isinstance`` is too slow here; tensor subclasses have a flag."""
     return type(arg) is Parameter or (isinstance(arg, Tensor) and "_is_param" in arg.__dict__)
 
 

@@ -143,8 +143,8 @@ class PlainWork:
 
     least: Counter[str]
     most: Counter[str]
-    """They differ if blocks are checkpointed: torch stops recomputing a block once all saved tensors
-    are restored, and ZeRO-3's linear layer saves after its product, torch's before."""
+    """They differ if blocks are checkpointed: torch stops recomputing a block once all saved
+    tensors are restored, and ZeRO-3's linear layer saves after its product, torch's before."""
     varying: frozenset[str] = frozenset()
     """Names of operators whose shapes or number follow from the values of a micro-batch, as in a
     mixture of experts that gathers the tokens of each one. They are not compared."""
@@ -253,7 +253,7 @@ def _count(cell: Cell, workload: Workload, loss: Loss, samples: Batch) -> PlainW
 
 
 def _varying(first: Counter[str], second: Counter[str]) -> frozenset[str]:
-    """Names of the operators that two micro-batches run with other shapes, or more or less often."""
+    """Names of the operators that two micro-batches run with other shapes or another number."""
     found: set[str] = set()
     for operator in {**first, **second}:
         if first[operator] != second[operator]:
