@@ -1,4 +1,4 @@
-"""Plain PyTorch: the single-process reference, and DistributedDataParallel with and without ``no_sync``."""
+"""Plain PyTorch: the single-process reference, and DistributedDataParallel, also with ``no_sync``."""
 
 from __future__ import annotations
 
@@ -72,12 +72,13 @@ class DDPBackend(Backend):
     """``gradient_as_bucket_view``: whether a gradient that DDP has reduced is a view of its bucket,
     not a copy."""
     model: Any
-    """The model in DistributedDataParallel."""
+    """The model in DistributedDataParallel; a Trainer keeps it elsewhere, or in wrappers of its
+    own."""
 
     def full_parameters(self) -> Mapping[str, Tensor]:
         return dict(self.model.module.named_parameters())
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         return super().settings() | {
             "runtime_statistics": False,
             "gradient_as_bucket_view": self.bucket_views,
