@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from bench.backends.base import Backend, BackendFamily
 from bench.backends.training_job import Job
@@ -71,9 +71,7 @@ class DDPBackend(Backend):
     bucket_views: ClassVar[bool] = True
     """``gradient_as_bucket_view``: whether a gradient that DDP has reduced is a view of its bucket,
     not a copy."""
-    model: Any
-    """The model in DistributedDataParallel; a Trainer keeps it elsewhere, or in wrappers of its
-    own."""
+    model: DistributedDataParallel
 
     def full_parameters(self) -> Mapping[str, Tensor]:
         return dict(self.model.module.named_parameters())
