@@ -73,7 +73,7 @@ def known(function: Callable[..., object], settings: dict[str, Setting]) -> dict
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lossy:
-    """What a backend declares to lose on purpose, as digits of gradients that it reduces in bf16."""
+    """What a backend declares to lose on purpose, as digits of gradients reduced in bf16."""
 
     why: str
     """In words, as every table of a report has them."""
@@ -199,7 +199,7 @@ class Backend(ABC):
         return seen - seen % accumulate
 
     def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
-        """Tensors whose use cannot be told from outside, as a framework's flat buffers, by category.
+        """Tensors whose use cannot be told from outside, as flat buffers, by category.
 
         The memory pass calls this at every tapped event of one window, and assigns the storages of
         these tensors to the categories for their whole life. It finds the following by itself:

@@ -37,7 +37,7 @@ def device_arguments(job: Job) -> dict[str, Any]:
 
 
 def silence_logging() -> None:
-    """Silence Lightning's notices about hardware and versions, which would fill each trial's log."""
+    """Silence Lightning's notices about hardware and versions, which would fill logs of trials."""
     import logging
 
     for part in ("lightning.pytorch", "lightning.fabric"):
@@ -65,8 +65,8 @@ OFF = dict.fromkeys(
 
 
 MOST_STATE = 2 * 10**8
-"""Parameters of a model whose optimizer state is kept: some 2 GB on the CPU of every rank, since the
-strategy is torn down when the Trainer returns."""
+"""Parameters of a model whose optimizer state is kept: some 2 GB on the CPU of every rank, since
+the strategy is torn down when the Trainer returns."""
 
 
 class LightningBackend(Backend):

@@ -1,4 +1,4 @@
-"""Plain PyTorch: the single-process reference, and DistributedDataParallel, also with ``no_sync``."""
+"""Plain PyTorch: the single-process reference, and DDP with and without ``no_sync``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A causal language model of transformers, built from a config without a download (``hf:CONFIG``)."""
+"""A causal language model of transformers, built from a config (``hf:CONFIG``) without a download."""
 
 from __future__ import annotations
 

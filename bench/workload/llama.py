@@ -128,7 +128,7 @@ class LlamaWorkload:
         )
 
     def model(self) -> nn.Module:
-        """A ``LlamaForCausalLM`` with SDPA attention, without dropout, biases or key-value cache."""
+        """A ``LlamaForCausalLM`` with SDPA, without dropout, biases or a key-value cache."""
         size = self._size
         config = LlamaConfig(
             hidden_size=size.hidden_size,
