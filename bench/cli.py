@@ -179,7 +179,7 @@ def _lacking(package: str) -> str:
 
 
 def _defect(error: BaseException) -> str:
-    """Describe an unexpected exception in one line: what, where it was raised, where to report it."""
+    """Describe an unexpected exception in one line: what, where raised, where to report it."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     what = type(error).__name__
     words = plain(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
@@ -142,7 +142,7 @@ class AccelerateBackend(Backend):
         self.prepare(job, model)
         self.continue_training(job)
 
-    def plugin(self, job: Job, model: nn.Module) -> dict[str, object]:
+    def plugin(self, job: Job, model: nn.Module) -> dict[str, Any]:
         """The argument of ``Accelerator`` that chooses the wrapper."""
         return {}
 
@@ -189,7 +189,7 @@ class AccelerateDDP(AccelerateBackend, plain.DDPBackend):
     eager_on_one_rank = True
     wrapper = DDP
 
-    def plugin(self, job: Job, model: nn.Module) -> dict[str, object]:
+    def plugin(self, job: Job, model: nn.Module) -> dict[str, Any]:
         from accelerate.utils import DistributedDataParallelKwargs
 
         handler = DistributedDataParallelKwargs(gradient_as_bucket_view=self.bucket_views)
@@ -227,7 +227,7 @@ class AccelerateFSDP2(AccelerateBackend, fsdp2.FSDP2Backend):
     sync = Sync.DEFERRED
     wrapper = FSDP2
 
-    def plugin(self, job: Job, model: nn.Module) -> dict[str, object]:
+    def plugin(self, job: Job, model: nn.Module) -> dict[str, Any]:
         from accelerate.utils import FullyShardedDataParallelPlugin
 
         blocks = {type(block).__name__ for block in job.blocks(model)}
@@ -266,7 +266,7 @@ class AccelerateDeepSpeedZero2(ds.ZeroBackend, AccelerateBackend):
     def wrapped(self) -> DeepSpeedEngine:
         return self.model
 
-    def plugin(self, job: Job, model: nn.Module) -> dict[str, object]:
+    def plugin(self, job: Job, model: nn.Module) -> dict[str, Any]:
         from accelerate.utils import DeepSpeedPlugin
 
         self.config = zero_config(type(self), job, model)

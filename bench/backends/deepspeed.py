@@ -426,7 +426,7 @@ class DeepSpeedZero3Deferred(ZeroStage3, DeepSpeedZero2Deferred):
 
 
 class ZeroOffload(Offloading, ZeroBackend):
-    """Turns a backend of ZeRO into one whose masters, with gradients and optimizer, are on the host.
+    """Turns a backend of ZeRO into one whose masters, gradients and optimizer rest on the host.
 
     The update is that of torch's optimizer on tensors of the host, as
     ``zero_force_ds_cpu_optimizer`` allows: DeepSpeedCPUAdam has to be compiled first, with the CUDA

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from bench.backends import fsdp2
 from bench.backends.base import BackendFamily
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from lightning.fabric.wrappers import _FabricOptimizer
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule
 
 
 class FabricFSDP2Deferred(fsdp2.FSDP2Backend):
@@ -38,11 +37,12 @@ class FabricFSDP2Deferred(fsdp2.FSDP2Backend):
 
         silence_logging()
 
-        def parallelize(model: nn.Module, mesh: DeviceMesh) -> FSDPModule:
+        def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
             blocks = job.blocks(model)
-            return fsdp2.shard(
+            fsdp2.shard(
                 model, blocks, mesh["data_parallel"], bf16=job.bf16, reshard_after_forward=True
             )
+            return model
 
         strategy = ModelParallelStrategy(
             parallelize_fn=parallelize,
@@ -54,7 +54,7 @@ class FabricFSDP2Deferred(fsdp2.FSDP2Backend):
         self.fabric.launch()
         self.model = self.fabric.setup_module(job.build())
         optimizer = job.optimizer(self.model.parameters())
-        self.optimizer: _FabricOptimizer = self.fabric.setup_optimizers(optimizer)
+        self.optimizer = cast("_FabricOptimizer", self.fabric.setup_optimizers(optimizer))
         self.continue_training(job)
 
     def continue_training(self, job: Job) -> None:

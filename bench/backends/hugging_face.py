@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
     from torch import Tensor, nn
     from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
+    from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 
 class HuggingFaceTrainer(Backend):
@@ -92,11 +92,11 @@ class HuggingFaceTrainer(Backend):
         """The labels of a micro-batch; the Trainer counts those that are not -100."""
         return batch
 
-    def scheduler(self, optimizer: Optimizer, job: Job) -> LRScheduler:
+    def scheduler(self, optimizer: Optimizer, job: Job) -> LambdaLR:
         """The scheduler that the Trainer steps after every update."""
         from transformers import get_constant_schedule
 
-        made: LRScheduler = get_constant_schedule(optimizer)
+        made: LambdaLR = get_constant_schedule(optimizer)
         return made
 
     def begin(self, job: Job) -> None:
@@ -193,6 +193,7 @@ def _trainer(backend: HuggingFaceTrainer, job: Job) -> Any:
 
         def create_scheduler(self, *args: object, **kwargs: object) -> LRScheduler:
             if self.lr_scheduler is None:
+                assert self.optimizer is not None, "it is made first"
                 self.lr_scheduler = backend.scheduler(self.optimizer, job)
             return self.lr_scheduler
 

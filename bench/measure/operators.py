@@ -33,8 +33,6 @@ from bench.workload import Batch, Loss, Workload
 from bench.workload.batches import device_of, length, part, zeros_like
 
 if TYPE_CHECKING:
-    from torch.autograd.graph import Node
-
     from bench.measure.local_mode import Arguments, Operator, Options
 
 MARKS = "profiler"
@@ -121,7 +119,7 @@ def is_work(func: Operator, result: object, *, in_loss: bool) -> bool:
 
     How much a checkpointed block recomputes may differ too: see ``plain_work``.
     """
-    node: Node | None = torch._C._current_autograd_node()
+    node: Any = torch._C._current_autograd_node()  # None outside of a backward
     if not in_loss and (node is None or node.name() == "torch::autograd::AccumulateGrad"):
         return False
     if (

@@ -1,4 +1,4 @@
-"""A causal language model of transformers, built from a config (``hf:CONFIG``) without a download."""
+"""A causal language model of transformers, built from a config (``hf:CONFIG``), not downloaded."""
 
 from __future__ import annotations
 
