@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, ClassVar
 
 from bench.backends.base import Backend, BackendFamily
@@ -104,10 +104,12 @@ class DDPEager(DDPBackend):
         self.optimizer.zero_grad()
         for window in job.each_window():
             for batch, last in window:
-                reduces = last or self.sync is Sync.EAGER
                 # DDP decides in the forward whether the backward will reduce, so no_sync must cover
                 # both.
-                with nullcontext() if reduces else self.model.no_sync():
+                reducing: AbstractContextManager[object] = nullcontext()
+                if not (last or self.sync is Sync.EAGER):
+                    reducing = self.model.no_sync()
+                with reducing:
                     with job.autocast():
                         loss = job.loss(self.model, batch)
                     (loss / window.size).backward()

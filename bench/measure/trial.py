@@ -310,13 +310,13 @@ class RankTrial:
         with load, blocks.compiled_once(self.cell) as compiled_all:
             backend = self.train(taps, self.cell.windows, keep_parameters=whole, built=end.built)
         found = updates(taps.events)
-        reached = clock.moments([update.mark for update in found])
+        marks = [update.mark for update in found]
+        reached, seconds = clock.moments(marks), clock.intervals(marks)
         losses = torch.empty(0, dtype=torch.double)
         if taps.losses and self.cell.world.has_values:
             losses = torch.stack(taps.losses).double().cpu()
         accumulate = self.cell.accumulate
         windows = len(losses) // accumulate
-        seconds = clock.intervals([update.mark for update in found])
         began, ended = None, time.monotonic()
         if len(reached) >= warmup:
             began = reached[warmup - 1]
