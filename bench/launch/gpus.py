@@ -86,8 +86,16 @@ def gpus() -> list[VisibleGpu]:
     try:
         with Nvml() as nvml:
             for gpu in nvml.gpus:
+                about = gpu.about()
                 found.append(
-                    {**gpu.about(), "driver": nvml.driver, "instances": gpu.instances()}
+                    {
+                        "index": about["index"],
+                        "name": about["name"],
+                        "uuid": about["uuid"],
+                        "memory_bytes": about["memory_bytes"],
+                        "driver": nvml.driver,
+                        "instances": gpu.instances(),
+                    }
                 )
     except NvmlUnavailableError:
         if has_driver():

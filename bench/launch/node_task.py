@@ -74,7 +74,4 @@ class NodeReport:
     @property
     def is_good(self) -> bool:
         """Whether every rank succeeded."""
-        for result in self.results:
-            if result is None or result["status"] != Status.OK:
-                return False
-        return True
+        return all(result is not None and result["status"] == Status.OK for result in self.results)

@@ -143,9 +143,7 @@ class CollectiveKernels:
     def _kernel(self, operator: OpOverload[..., object], name: str) -> Callable[..., object]:
         below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
-        def kernel(
-            keys: torch._C.DispatchKeySet, *arguments: object, **options: object
-        ) -> object:
+        def kernel(keys: torch._C.DispatchKeySet, *arguments: object, **options: object) -> object:
             is_outer = not getattr(self._running, "collective", False)
             self._running.collective = True
             try:

@@ -57,7 +57,7 @@ class Update:
 
     num_micro_batches: int
     """Micro-batches whose loss was computed since the previous update."""
-    mark: object
+    mark: Any
     """The clock's mark at the last inner step."""
     num_inner_steps: int = 1
 
