@@ -10,7 +10,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import NotRequired, TypedDict, cast
 
 from bench.errors import InputError
 from bench.files import held, private
@@ -172,8 +172,5 @@ def _instance(found: list[SplitGpu], prefix: str) -> list[SplitGpu]:
     for gpu in found:
         for instance in gpu["instances"]:
             if instance["mig"].startswith(prefix):
-                part = gpu.copy()
-                part["name"], part["mig"] = instance["name"], instance["mig"]
-                part["memory_bytes"] = instance["memory_bytes"]
-                return [part]
+                return [cast("SplitGpu", {**gpu, **instance})]
     return []
