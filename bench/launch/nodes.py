@@ -351,7 +351,7 @@ class Nodes(contextlib.AbstractContextManager["Nodes"]):
                     f"{name} is {theirs.get(name)}, and {version} on node 0; install the same on "
                     "every node"
                 )
-        num, due = len(about.get("gpus", ())), len(self._about["gpus"])
-        if num != due:
-            return f"it has {num} GPUs, and node 0 has {due}; all nodes need the same number"
+        num, num_here = len(about.get("gpus", ())), len(self._about["gpus"])
+        if num != num_here:
+            return f"it has {num} GPUs, and node 0 has {num_here}; all nodes need the same number"
         return ""
