@@ -1,4 +1,4 @@
-"""A neutral benchmark of gradient accumulation: what each backend costs, and what it really does."""
+"""A neutral benchmark of gradient accumulation: what each backend costs, and really does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The command line: ``python -m bench``, installed as ``accumulation-bench``; exit statuses: ``bench.errors``."""
+"""The command line: ``python -m bench``, installed as ``accumulation-bench``.
+
+Its exit statuses are in ``bench.errors``.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,13 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 if sys.platform == "win32":
     raise SystemExit(
-        "bench: does not run on Windows; use Linux, for example in WSL or in the container of Containerfile"
+        "bench: does not run on Windows; use Linux, for example in WSL or in the container of "
+        "Containerfile"
     )
 
 from bench import __version__
@@ -59,14 +64,20 @@ class Parser(argparse.ArgumentParser):
 class Commands:
     """Adds the parsers of the commands and collects their help texts for a list in groups."""
 
-    def __init__(self, parsers: Any) -> None:
+    def __init__(self, parsers: argparse._SubParsersAction[Parser]) -> None:
         self._parsers = parsers
         self._help: dict[str, str] = {}
         self.parsers: dict[str, Parser] = {}
 
-    def add_parser(self, name: str, *, help: str, **options: Any) -> Parser:  # noqa: A002 - argparse calls it so
+    def add_parser(
+        self,
+        name: str,
+        *,
+        help: str,  # noqa: A002 - argparse calls it so
+        **options: Any,
+    ) -> Parser:
         self._help[name] = help
-        parser: Parser = self._parsers.add_parser(name, **options)
+        parser = self._parsers.add_parser(name, **options)
         self.parsers[name] = parser
         return parser
 
@@ -83,7 +94,8 @@ class Commands:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    Files that it writes are never world-writable, whatever the umask, and what it prints has no control characters.
+    Files that it writes are never world-writable, whatever the umask, and what it prints has no
+    control characters.
     """
     with plain_streams():
         return _main(argv)
@@ -123,11 +135,11 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _require_training(command: str) -> None:
-    """Raises InputError on a system that no trial runs on, and ModuleNotFoundError without torch."""
+    """Raises InputError on a system that no trial runs on, ModuleNotFoundError without torch."""
     if sys.platform != "linux":
         raise InputError(
-            f"{command} trains, which needs Linux; this is {platform.system()}. What only reads runs here: "
-            "plan, predict, lint, steps, report, compare, check, cite, export"
+            f"{command} trains, which needs Linux; this is {platform.system()}. What only reads "
+            "runs here: plan, predict, lint, steps, report, compare, check, cite, export"
         )
     if importlib.util.find_spec("torch") is None:
         raise ModuleNotFoundError("torch is not installed", name="torch")
@@ -153,7 +165,7 @@ def _failed(error: BaseException) -> int:
 
 
 def _lacking(package: str) -> str:
-    """Say that this Python lacks a package, and where there is one that has it: in a checkout, nox's."""
+    """Say that this Python lacks a package, and which has it: in a checkout, nox's."""
     checkout = Path(__file__).parents[1]
     activate = checkout / ".nox" / "install" / "bin" / "activate"
     if not (checkout / "noxfile.py").exists():
@@ -167,20 +179,20 @@ def _lacking(package: str) -> str:
 
 
 def _defect(error: BaseException) -> str:
-    """Describe an unexpected exception in one line: what it is, where it was raised, where to report it."""
+    """Describe an unexpected exception in one line: what, where raised, where to report it."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     what = type(error).__name__
     words = plain(error)
     if words:
         what += f": {words}"
     return (
-        f"bench: {what} ({Path(place.filename).name}:{place.lineno}): a "
-        f"defect of accumulation-bench {__version__}; report it with the command and the traceback of {DEBUG} to the "
-        "project's issue tracker"
+        f"bench: {what} ({Path(place.filename).name}:{place.lineno}): a defect of "
+        f"accumulation-bench {__version__}; report it with the command and the traceback of "
+        f"{DEBUG} to the project's issue tracker"
     )
 
 
-def _module(command: str) -> Any:
+def _module(command: str) -> ModuleType:
     return importlib.import_module(f"bench.commands.{command}")
 
 

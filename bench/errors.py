@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from errno import EBADF
-from typing import Any
 
 GOOD = 0
 BAD = 1
@@ -27,7 +26,10 @@ EXIT_STATUS = (
 
 
 class InputError(ValueError):
-    """The command or its input is wrong. One line names the place and what would be right (status 2)."""
+    """The command or its input is wrong (status 2).
+
+    One line names the place and what would be right.
+    """
 
 
 class UnsupportedError(RuntimeError):
@@ -35,14 +37,17 @@ class UnsupportedError(RuntimeError):
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether it is an interrupt or what Python turns it into: EBADF in shutil.rmtree, RuntimeError in __set_name__."""
+    """Whether it is an interrupt or what Python turns it into.
+
+    That is EBADF in shutil.rmtree, and RuntimeError in __set_name__.
+    """
     if KeyboardInterrupt in {type(error), type(error.__cause__)}:
         return True
     closed_twice = isinstance(error, OSError) and error.errno == EBADF
     return closed_twice and type(error.__context__) is KeyboardInterrupt
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """The repr of a value for an error message, cut after MAX_SHOWN characters."""
     try:
         text = repr(value)

@@ -20,7 +20,7 @@ import sysconfig
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from bench.errors import InputError
 from bench.formatting import size
@@ -34,7 +34,10 @@ INPUT_BYTES = 2**30
 
 
 def open_regular(path: Path, max_bytes: int, flags: int = os.O_RDONLY) -> BufferedReader:
-    """Open a file that is neither device nor pipe, not larger than this, without waiting. Raises OSError."""
+    """Open a file that is neither device nor pipe, nor larger than this, without waiting.
+
+    Raises OSError.
+    """
     number = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         found = os.fstat(number)
@@ -62,7 +65,8 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 def read(path: Path, place: str, advice: str, max_bytes: int = INPUT_BYTES) -> bytes:
     """The content of a file.
 
-    Raises InputError, beginning with ``place``, if it is unreadable, a device or a pipe, or too large.
+    Raises InputError, beginning with ``place``, if it is unreadable, a device or a pipe, or too
+    large.
     """
     try:
         return read_regular(path, max_bytes)
@@ -76,9 +80,10 @@ def read(path: Path, place: str, advice: str, max_bytes: int = INPUT_BYTES) -> b
 
 @contextlib.contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """A draft that takes the place of a file at the end of the block; ``durable``: once it is on disk.
+    """A draft that takes the place of a file at the end of the block.
 
-    Neither the draft nor the file is followed if it is a link, so nothing is written outside of their folder.
+    ``durable``: once it is on disk. Neither the draft nor the file is followed if it is a link, so
+    nothing is written outside of their folder.
     """
     draft = path.with_name(f"{path.name}.tmp")
     draft.unlink(missing_ok=True)
@@ -93,7 +98,10 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def subfolder(folder: Path, name: str) -> Path:
-    """A folder below another one, created if it is missing. Raises OSError if it is a link, which would lead out."""
+    """A folder below another one, created if it is missing.
+
+    Raises OSError if it is a link, which would lead out.
+    """
     path = folder / name
     with contextlib.suppress(FileExistsError):
         path.mkdir(parents=True)
@@ -136,9 +144,10 @@ def python_path(first: Path) -> str:
 
 
 def portable(text: str) -> str:
-    """The text with what Python imports from relative to there: ``bench/cli.py``, ``site-packages/torch/nn``.
+    """The text with paths relative to where Python imports from: ``bench/cli.py``.
 
-    So what a run keeps of a crash does not say where its machine has a checkout or an environment.
+    So what a run keeps of a crash does not say where its machine has a checkout or an environment:
+    ``site-packages/torch/nn``.
     """
     installed = set(sysconfig.get_paths().values())
     folders = filter(os.path.isabs, {str(ROOT), *sys.path})
@@ -154,7 +163,7 @@ RESULTS, PLOTS = Path("results"), Path("plots")
 
 
 def plots_folder(folder: Path) -> Path:
-    """The folder for the plots of a run: plots/<run> for results/<run>, else ``plots`` inside the run's."""
+    """The folder for the plots of a run: plots/<run> for results/<run>, else ``plots`` in it."""
     if folder.resolve().parent == RESULTS.resolve():
         return PLOTS / folder.name
     return folder / "plots"
@@ -236,8 +245,8 @@ def held(path: Path, place: str, advice: str) -> Iterator[None]:
         raise BusyError(f"{place}: is in use by {_holder(path)}; {advice}") from error
     except OSError as error:
         raise InputError(
-            f"{place}: {path.name} cannot be locked ({error.strerror}); use a folder that can be written, on a file "
-            "system that has locks"
+            f"{place}: {path.name} cannot be locked ({error.strerror}); use a folder that can be "
+            "written, on a file system that has locks"
         ) from error
     try:
         yield
@@ -266,7 +275,7 @@ def _holder(path: Path) -> str:
     return f"process {found.get('pid')} on {where} since {found.get('started')}"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, object]:
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError):

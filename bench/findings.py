@@ -1,4 +1,7 @@
-"""What a check of a machine, a run or a training found: data that reports, citations and exit statuses read."""
+"""What a check of a machine, a run or a training found.
+
+Reports, citations and exit statuses read it.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first MOST_NAMES names and the number of the others: ``a``, ``a and b``, ``a, b and c``."""
+    """The first MOST_NAMES names and the number of others: ``a``, ``a and b``, ``a, b and c``."""
     told = list(names[:MOST_NAMES])
     if len(names) > MOST_NAMES:
         told.append(f"{len(names) - MOST_NAMES} more")
@@ -127,7 +127,10 @@ backslash."""
 
 
 def plain(text: object) -> str:
-    """One line of printable characters, without control sequences, invisible or bidirectional characters."""
+    """One line of printable characters.
+
+    It has no control sequences, and no invisible or bidirectional characters.
+    """
     shown = TERMINAL.sub("", str(text))
     if not shown.isprintable():
         shown = "".join(filter(_is_plain, shown))
@@ -135,7 +138,7 @@ def plain(text: object) -> str:
 
 
 def printable(text: str) -> str:
-    """The text itself if it is one line of printable characters, else ``plain``; an indent stays."""
+    """The text itself if it is one line of printable characters, else ``plain``; indents stay."""
     if text.isprintable():
         return text
     indent = len(text) - len(text.lstrip(" "))

@@ -1,8 +1,9 @@
-"""What a command prints cannot move the cursor or clear the screen, whatever a run, a file or a workload holds.
+"""What a command prints cannot move the cursor or clear the screen, whatever its input holds.
 
-While a command runs (``plain_streams``), what is printed passes through ``PlainStream``. It leaves out control
-characters, and characters that turn the direction of text, but for the ends of lines; a text that has to stay one line
-is made so by ``formatting.printable``. This module needs no package, so that a Python without any gets a clear line.
+While a command runs (``plain_streams``), what is printed passes through ``PlainStream``. It leaves
+out control characters, and characters that turn the direction of text, but for the ends of lines; a
+text that has to stay one line is made so by ``formatting.printable``. This module needs no package,
+so that a Python without any gets a clear line.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import contextlib
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, TextIO, cast
+from typing import TextIO, cast
 
 from bench.formatting import TERMINAL
 
 HIDDEN = re.compile(
     "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u061c\\u200b-\\u200f\\u2028-\\u202e\\u2060-\\u2069\\ufeff]"
 )
-"""Control characters but for tab and newline (Unicode's Cc), and invisible or bidirectional ones (of Cf)."""
+"""Control characters but for tab and newline (Unicode's Cc), and invisible or bidirectional ones
+(of Cf)."""
 
 
 def harmless(text: str) -> str:
@@ -42,8 +44,9 @@ class PlainStream:
         for line in lines:
             self.write(line)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
+    def __getattr__(self, name: str) -> object:
+        found: object = getattr(self.stream, name)
+        return found
 
 
 @contextlib.contextmanager

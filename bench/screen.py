@@ -1,4 +1,7 @@
-"""The one console: for all tables and answers. See ``bench.plain_stream`` for what is printed without it."""
+"""The one console: for all tables and answers.
+
+See ``bench.plain_stream`` for what is printed without it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from bench.plain_stream import PlainStream, harmless
 
 
 class Screen(Console):
-    """Rich's console, on standard output or standard error, whose own control sequences are the only ones."""
+    """Rich's console, on standard output or standard error.
+
+    Its own control sequences are the only ones.
+    """
 
     def __init__(self, *, stderr: bool = False, quiet: bool = False) -> None:
         stream = sys.stdout

@@ -92,16 +92,16 @@ class Table:
         return "\n".join(lines)
 
     def show(self, console: Console) -> None:
-        """Print the caption, and as many columns as the terminal has room for, with their styles."""
+        """Print the caption, and as many columns as the terminal has room for, in their styles."""
         from rich.text import Text
 
         for line in ([(self.caption, "italic")], *self._lines(console.width), []):
             console.print(Text.assemble(*line), soft_wrap=True)
 
     def _lines(self, width: float) -> Iterator[list[tuple[str, str]]]:
-        """Lines of at most so many characters, if columns can be left out or the first can be folded.
+        """Lines of at most so many characters: the texts of their columns with their styles.
 
-        Each line is the texts of its columns with their styles.
+        They can be longer if no column can be left out, and the first cannot be folded.
         """
         titles = {column.key: column.title for column in self.columns}
         rows = [TableRow(titles, dict.fromkeys(titles, "bold")), *self.rows]
@@ -139,7 +139,10 @@ class Table:
         return shown
 
     def markdown(self, *, is_markup: bool = False) -> list[str]:
-        """The lines, and an empty one after them; with ``is_markup``, the texts are Markdown already."""
+        """The lines, and an empty one after them.
+
+        With ``is_markup``, the texts are Markdown already.
+        """
         form: Callable[[str], str] = markdown
         if is_markup:
             form = _in_cell
@@ -152,7 +155,10 @@ class Table:
         return [*lines, ""]
 
     def html(self, key: str) -> Markup:
-        """The table in a region that scrolls; its id is ``key``, and that of its caption ``key``-caption."""
+        """The table in a region that scrolls.
+
+        Its id is ``key``, and that of its caption ``key``-caption.
+        """
         return Markup(_template().render(table=self, key=key))
 
 
@@ -189,7 +195,10 @@ def _template() -> Template:
 def markdown_table(
     header: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[int] = ()
 ) -> list[str]:
-    """The lines of a table of texts that are Markdown already (``Table.from_rows``), and an empty one after them."""
+    """The lines of a table of texts that are Markdown already, and an empty one after them.
+
+    The arguments are those of ``Table.from_rows``.
+    """
     return Table.from_rows(header, rows, numbers).markdown(is_markup=True)
 
 

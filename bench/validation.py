@@ -1,4 +1,4 @@
-"""Types and ranges of fields in files, for pydantic, and a one-line error for the first wrong field."""
+"""Types and ranges of fields in files, for pydantic, and a line for the first wrong field."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ from bench.errors import InputError, shown, suggest
 
 @dataclass(frozen=True)
 class Expect:
-    """Annotation of a type: what a value must be, in words. Replaces all other error messages of the type."""
+    """Annotation of a type: what a value must be, in words.
+
+    Replaces all other error messages of the type.
+    """
 
     words: str
 
     def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
+        self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         return core_schema.custom_error_schema(
             handler(source), custom_error_type="expected", custom_error_message=self.words
@@ -71,7 +74,7 @@ UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 """pydantic's error types for an unknown key."""
 
 
-def read(kind: type[T], values: Any, place: str = "", name: Callable[[str], str] = str) -> T:
+def read(kind: type[T], values: object, place: str = "", name: Callable[[str], str] = str) -> T:
     """Validate the values as ``kind``: a model, a dataclass or a TypedDict.
 
     Raises InputError for an unknown key, else for a wrong value, else for a missing key: one line
@@ -138,7 +141,7 @@ def _key(location: tuple[int | str, ...]) -> str:
     return text.removeprefix(".")
 
 
-def _expected(hint: Any) -> str:
+def _expected(hint: object) -> str:
     """What a value of an annotated type must be, by its last ``Expect``; empty without one."""
     words = ""
     for part in getattr(hint, "__metadata__", ()):
@@ -148,7 +151,10 @@ def _expected(hint: Any) -> str:
 
 
 def declared(kind: Any) -> dict[str, Any]:
-    """The types of the fields of a model, a dataclass or a TypedDict; those of an inner model by ``table.key``."""
+    """The types of the fields of a model, a dataclass or a TypedDict.
+
+    Those of an inner model by ``table.key``.
+    """
     found: dict[str, Any] = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if isinstance(hint, type) and issubclass(hint, BaseModel):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
 from bench.backends.base import Backend, BackendFamily
-from bench.backends.training_job import Job
+from bench.backends.training_job import Job, MicroBatches
 from bench.backends.zero_options import zero_config
 from bench.errors import UnsupportedError
 from bench.plan.cell import Stepping, Sync
@@ -18,7 +18,9 @@ from bench.plan.world import Refusals
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from deepspeed import DeepSpeedEngine
     from torch import Tensor, nn
+    from torch.utils.data import Dataset
 
 DDP, FSDP2, DEEPSPEED = "DistributedDataParallel", "FSDPModule", "DeepSpeedEngine"
 """What Accelerate may wrap a model in, by the name of the class."""
@@ -27,20 +29,21 @@ _TYPES = {DDP: ("MULTI_CPU", "MULTI_GPU"), FSDP2: ("FSDP",), DEEPSPEED: ("DEEPSP
 
 
 def set_up_state(job: Job, wrapper: str) -> None:
-    """Set up Accelerate's ``PartialState`` for the existing process group; call before every ``Accelerator``.
+    """Set up Accelerate's ``PartialState`` for the existing process group.
 
-    It first clears the singletons and variables of an earlier ``Accelerator`` in this process. On
-    CUDA Accelerate then finds device and group by itself. On the CPU it has public options for DDP
-    (``cpu=True``) and for DeepSpeed (the name of the group's backend), but knows no FSDP: beside an
-    ``fsdp_plugin``, ``cpu=True`` trains DDP, and without it nothing is reduced at all
-    (accelerate/state.py: ``_prepare_backend`` and ``AcceleratorState``). There, and only there, two
-    methods are overridden: the ranks count as GPUs, while device and process group are the CPU's.
+    Call it before every ``Accelerator``. It first clears the singletons and variables of an earlier
+    one in this process. On CUDA Accelerate then finds device and group by itself. On the CPU it has
+    public options for DDP (``cpu=True``) and for DeepSpeed (the name of the group's backend), but
+    knows no FSDP: beside an ``fsdp_plugin``, ``cpu=True`` trains DDP, and without it nothing is
+    reduced at all (accelerate/state.py: ``_prepare_backend`` and ``AcceleratorState``). There, and
+    only there, two methods are overridden: the ranks count as GPUs, while device and process group
+    are the CPU's.
     """
     import torch
     from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
     class OnCPU(PartialState):  # type: ignore[misc]
-        def _prepare_backend(self, *args: Any, **kwargs: Any) -> tuple[str, DistributedType]:
+        def _prepare_backend(self, *args: object, **kwargs: object) -> tuple[str, DistributedType]:
             return "gloo", DistributedType.MULTI_GPU
 
         def set_device(self) -> None:
@@ -50,9 +53,8 @@ def set_up_state(job: Job, wrapper: str) -> None:
     GradientState._reset_state()
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     os.environ["ACCELERATE_USE_DEEPSPEED"] = str(wrapper == DEEPSPEED).lower()
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", str(torch.get_num_threads())
-    )  # or PartialState sets another number
+    # Or PartialState sets another number.
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     if wrapper == DEEPSPEED:
         ds.prepare()  # initializes its communication, or PartialState would
     if job.device.type == "cuda":
@@ -66,25 +68,30 @@ def set_up_state(job: Job, wrapper: str) -> None:
 
 
 def check(accelerator: Accelerator, model: nn.Module, wrapper: str, job: Job) -> None:
-    """Raise RuntimeError unless the model is wrapped as asked and reduced over all ranks: Accelerate falls back."""
-    found = accelerator.distributed_type, accelerator.num_processes, type(model).__name__
-    is_wrapped = wrapper in {base.__name__ for base in type(model).__mro__}
+    """Raise RuntimeError unless the model is wrapped as asked and reduced over all ranks.
+
+    Accelerate falls back to something else without a word.
+    """
     if wrapper == DDP and job.world_size == 1 and job.device.type == "cuda":
         raise UnsupportedError("Accelerate wraps no model in DDP on one GPU")
-    if found[0].name not in _TYPES[wrapper] or found[1] != job.world_size or not is_wrapped:
+    kind, num_ranks = accelerator.distributed_type, accelerator.num_processes
+    is_wrapped = wrapper in [base.__name__ for base in type(model).__mro__]
+    if kind.name not in _TYPES[wrapper] or num_ranks != job.world_size or not is_wrapped:
+        found = kind, num_ranks, type(model).__name__
         raise RuntimeError(
             f"Accelerate was to train {wrapper} on {job.world_size} ranks, but set up {found}"
         )
 
 
 class Stream:
-    """A loader as the data set of a DataLoader that Accelerate can prepare, one item for each micro-batch of any rank.
+    """A loader as the data set of a DataLoader that Accelerate can prepare.
 
-    A prepared DataLoader hands rank r every W-th item from r on (accelerate/data_loader.py:
-    ``BatchSamplerShard``). These are the rank's own micro-batches, in order.
+    It has one item for each micro-batch of any rank. A prepared DataLoader hands rank r every W-th
+    item from r on (accelerate/data_loader.py: ``BatchSamplerShard``). These are the rank's own
+    micro-batches, in order.
     """
 
-    def __init__(self, loader: Any, world_size: int) -> None:
+    def __init__(self, loader: MicroBatches, world_size: int) -> None:
         self._loader, self._world_size = loader, world_size
 
     def __len__(self) -> int:
@@ -93,8 +100,7 @@ class Stream:
     def __getitem__(self, index: int) -> Tensor:
         if index < self._world_size:  # an epoch begins
             self._batches = iter(self._loader)
-        batch: Tensor = next(self._batches)
-        return batch
+        return next(self._batches)
 
 
 class AccelerateBackend(Backend):
@@ -146,7 +152,7 @@ class AccelerateBackend(Backend):
         )
         check(self.accelerator, self.model, self.wrapper, job)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         return super().settings() | {
             "device_placement": False,
             "sync_each_batch": self.sync_each_batch,
@@ -161,20 +167,20 @@ class AccelerateBackend(Backend):
                 self.optimizer.step()
                 self.optimizer.zero_grad()
 
-    def batches(self, job: Job) -> Any:
+    def batches(self, job: Job) -> Iterable[Tensor]:
         """The prepared loader of this rank's micro-batches."""
         from torch.utils.data import DataLoader
 
-        stream: Any = Stream(job.loader, job.world_size)
-        return self.accelerator.prepare_data_loader(
-            DataLoader(stream, collate_fn=operator.itemgetter(0))
-        )
+        stream = cast("Dataset[Tensor]", Stream(job.loader, job.world_size))
+        plain_loader = DataLoader(stream, collate_fn=operator.itemgetter(0))
+        prepared: Iterable[Tensor] = self.accelerator.prepare_data_loader(plain_loader)
+        return prepared
 
 
 class AccelerateDDP(AccelerateBackend, plain.DDPBackend):
-    """DDP under ``no_sync`` but in the last micro-batch of a window; on one rank, without ``no_sync``.
+    """DDP under ``no_sync`` but in the last micro-batch of a window.
 
-    accelerate/accelerator.py:no_sync.
+    On one rank, without ``no_sync`` (accelerate/accelerator.py:no_sync).
     """
 
     name, framework = "accelerate-ddp", "Accelerate DDP"
@@ -186,11 +192,8 @@ class AccelerateDDP(AccelerateBackend, plain.DDPBackend):
     def plugin(self, job: Job, model: nn.Module) -> dict[str, Any]:
         from accelerate.utils import DistributedDataParallelKwargs
 
-        return {
-            "kwargs_handlers": [
-                DistributedDataParallelKwargs(gradient_as_bucket_view=self.bucket_views)
-            ]
-        }
+        handler = DistributedDataParallelKwargs(gradient_as_bucket_view=self.bucket_views)
+        return {"kwargs_handlers": [handler]}
 
     def prepare(self, job: Job, model: nn.Module) -> None:
         super().prepare(job, model)
@@ -206,17 +209,19 @@ class AccelerateDDPEager(AccelerateDDP):
 
 
 class AccelerateFSDP2(AccelerateBackend, fsdp2.FSDP2Backend):
-    """FSDP2, where ``accumulate()`` defers the reduction as under DDP (``set_requires_gradient_sync``).
+    """FSDP2, where ``accumulate()`` defers the reduction as under DDP.
 
-    Accelerate shards the blocks, and of a transformers model also the embedding, and final norm and
-    head together (accelerate/utils/fsdp_utils.py: ``fsdp2_prepare_model``). It does that by the
-    addresses of parameters.
+    It does so by ``set_requires_gradient_sync``. Accelerate shards the blocks, and of a
+    transformers model also the embedding, and final norm and head together
+    (accelerate/utils/fsdp_utils.py: ``fsdp2_prepare_model``). It does that by the addresses of
+    parameters.
     """
 
     name, framework = "accelerate-fsdp2", "Accelerate FSDP2"
     colour = "#AA4499"
     refuses = Refusals(
-        fake="Accelerate finds the sharded parameters by the addresses of the old ones, which fake tensors lack"
+        fake="Accelerate finds the sharded parameters by the addresses of the old ones, which fake "
+        "tensors lack"
     )
     splits_root = True
     sync = Sync.DEFERRED
@@ -245,10 +250,11 @@ class AccelerateFSDP2Eager(AccelerateFSDP2):
 
 
 class AccelerateDeepSpeedZero2(ds.ZeroBackend, AccelerateBackend):
-    """Stage 2 with the configuration of ``deepspeed-zero2-eager``; only DeepSpeed clips, and divides the loss.
+    """Stage 2 with the configuration of ``deepspeed-zero2-eager``.
 
-    Accelerate tells the engine in every micro-batch whether the window is complete, and calls
-    ``engine.step`` only then, within ``Accelerator.backward``.
+    Only DeepSpeed clips, and divides the loss. Accelerate tells the engine in every micro-batch
+    whether the window is complete, and calls ``engine.step`` only then, within
+    ``Accelerator.backward``.
     """
 
     name, framework = "accelerate-deepspeed-zero2", "Accelerate DeepSpeed"
@@ -257,21 +263,16 @@ class AccelerateDeepSpeedZero2(ds.ZeroBackend, AccelerateBackend):
     requires = ("accelerate", "deepspeed")
     wrapper = DEEPSPEED
 
-    def wrapped(self) -> Any:
+    def wrapped(self) -> DeepSpeedEngine:
         return self.model
 
     def plugin(self, job: Job, model: nn.Module) -> dict[str, Any]:
         from accelerate.utils import DeepSpeedPlugin
 
-        self.config = {
-            **zero_config(type(self), job, model),
-            "gradient_accumulation_steps": job.accumulate,
-        }
-        return {
-            "deepspeed_plugin": DeepSpeedPlugin(
-                hf_ds_config=dict(self.config), zero3_init_flag=False
-            )
-        }
+        self.config = zero_config(type(self), job, model)
+        self.config["gradient_accumulation_steps"] = job.accumulate
+        plugin = DeepSpeedPlugin(hf_ds_config=dict(self.config), zero3_init_flag=False)
+        return {"deepspeed_plugin": plugin}
 
     def prepare(self, job: Job, model: nn.Module) -> None:
         self.save_masters(model, job)

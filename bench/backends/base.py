@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from bench import backends
 from bench.backends.training_job import Job
@@ -57,8 +57,11 @@ Call = tuple[str, str, int, int]
 is called."""
 
 
-def known(function: Callable[..., Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings. Raises UnsupportedError if the function, as installed, has no such arguments."""
+Setting = TypeVar("Setting")
+
+
+def known(function: Callable[..., object], settings: dict[str, Setting]) -> dict[str, Setting]:
+    """The settings. Raises UnsupportedError if the installed function lacks such arguments."""
     if unknown := settings.keys() - inspect.signature(function).parameters.keys():
         package = function.__module__.partition(".")[0]
         version = importlib.metadata.version(package)
@@ -70,7 +73,7 @@ def known(function: Callable[..., Any], settings: dict[str, Any]) -> dict[str, A
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lossy:
-    """What a backend declares to lose on purpose, such as digits of gradients that it reduces in bf16."""
+    """What a backend declares to lose on purpose, as digits of gradients reduced in bf16."""
 
     why: str
     """In words, as every table of a report has them."""
@@ -82,8 +85,8 @@ class Lossy:
     def __post_init__(self) -> None:
         if not 0 < self.tolerance < 1 or not self.why.strip():
             raise InputError(
-                f"lossy: why is {self.why!r} and tolerance {self.tolerance!r}; they must be words, and a number "
-                "between 0 and 1"
+                f"lossy: why is {self.why!r} and tolerance {self.tolerance!r}; they must be words, "
+                "and a number between 0 and 1"
             )
 
 
@@ -92,9 +95,10 @@ BF16_PARAMETERS = "bf16 copies of fp32 parameters"
 
 
 class Backend(ABC):
-    """One way to accumulate gradients. Subclass it, set the class variables, and implement ``train``.
+    """One way to accumulate gradients.
 
-    CONTRIBUTING.md has a complete backend as an example.
+    Subclass it, set the class variables, and implement ``train``. CONTRIBUTING.md has a complete
+    backend as an example.
     """
 
     name: ClassVar[str]
@@ -153,10 +157,11 @@ class Backend(ABC):
         """
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """The full optimizer state by key (``exp_avg``) and name, gathered as ``full_parameters``, and called after it.
+        """The full optimizer state by key (``exp_avg``) and name, gathered as ``full_parameters``.
 
-        Only for backends whose inner optimizer steps something else than the parameters of the
-        built model, such as a flat partition: of all others the state is read off that optimizer.
+        Called after that, and only for backends whose inner optimizer steps something else than the
+        parameters of the built model, such as a flat partition: of all others the state is read off
+        that optimizer.
         """
         return {}
 
@@ -165,7 +170,7 @@ class Backend(ABC):
         return {}
 
     def continue_training(self, job: Job) -> None:
-        """Continue training with what ``train`` built, after an exception in the middle of a window.
+        """Continue training with what ``train`` built, after an exception in a window.
 
         Semantic scenarios call this and the two methods below. A backend without them is
         ``unsupported`` there.
@@ -175,7 +180,10 @@ class Backend(ABC):
         )
 
     def zero_grad(self) -> None:
-        """Clear the gradients in the middle of a window as user code would; the default calls ``self.optimizer``."""
+        """Clear the gradients in the middle of a window as user code would.
+
+        The default calls ``self.optimizer``.
+        """
         if not hasattr(self, "optimizer"):
             raise UnsupportedError(f"{self.name} cannot clear gradients: define zero_grad()")
         self.optimizer.zero_grad()
@@ -191,7 +199,7 @@ class Backend(ABC):
         return seen - seen % accumulate
 
     def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
-        """Tensors whose use cannot be determined from outside, such as the framework's flat buffers, by category.
+        """Tensors whose use cannot be told from outside, as flat buffers, by category.
 
         The memory pass calls this at every tapped event of one window, and assigns the storages of
         these tensors to the categories for their whole life. It finds the following by itself:
@@ -200,8 +208,8 @@ class Backend(ABC):
         """
         return {}
 
-    def settings(self) -> dict[str, Any]:
-        """Framework settings to be stored: those that differ from the defaults or affect time and memory."""
+    def settings(self) -> dict[str, object]:
+        """Framework settings to be stored: other than the defaults, or of time and memory."""
         return {}
 
     @classmethod
@@ -240,12 +248,11 @@ class Backend(ABC):
 
     @classmethod
     def missing(cls, device: Device) -> str:
-        """Why this machine cannot run the backend on ``device``, and how to fix it; empty if it can."""
-        absent = [
-            package
-            for package in ("torch", *cls.requires)
-            if importlib.util.find_spec(package) is None
-        ]
+        """Why this machine cannot run the backend on ``device``, and a remedy; empty if it can."""
+        absent: list[str] = []
+        for package in ("torch", *cls.requires):
+            if importlib.util.find_spec(package) is None:
+                absent.append(package)
         if absent:
             return f"needs {', '.join(absent)}: pip install {' '.join(absent)}"
         if device is Device.CUDA and importlib.metadata.version("torch").endswith("+cpu"):
@@ -254,9 +261,10 @@ class Backend(ABC):
 
 
 class Offloading(Backend):
-    """What a backend is made from, too, whose masters, with their gradients and the optimizer, rest on the host.
+    """What a backend is made from, too, whose optimizer works on the host.
 
-    On CUDA the host's memory, and what is copied between host and device, are measured too.
+    Its masters and their gradients rest there. On CUDA the host's memory, and what is copied
+    between host and device, are measured too.
     """
 
     @classmethod
@@ -264,8 +272,8 @@ class Offloading(Backend):
         found = [super().remark(cell)]
         if cell.device is Device.CPU:
             found.append(
-                "on the CPU the device is the host: nothing is copied between them and nothing is pinned, so time and "
-                "memory say nothing about offload from a GPU"
+                "on the CPU the device is the host: nothing is copied between them and nothing is "
+                "pinned, so time and memory say nothing about offload from a GPU"
             )
         else:
             found.append("the update runs on the host, on as many threads as the rank has")
@@ -273,7 +281,10 @@ class Offloading(Backend):
 
 
 def load(name: str) -> None:
-    """Import ``module``, or call ``module:function``, unless it is not installed; see ``Backend.preloaded``."""
+    """Import ``module``, or call ``module:function``, unless it is not installed.
+
+    See ``Backend.preloaded``.
+    """
     module, _, function = name.partition(":")
     with suppress(ImportError):
         imported = importlib.import_module(module)
@@ -296,8 +307,11 @@ def built_in() -> dict[str, type[Backend]]:
     return {backend.name: backend for backend in itertools.chain.from_iterable(found)}
 
 
-def _is_defined_in(module: str, value: Any) -> bool:
-    """Whether a value in a module is a backend that it defines, not one that it imports or a base of several."""
+def _is_defined_in(module: str, value: object) -> bool:
+    """Whether a value in a module is a backend that it defines.
+
+    Not one that it imports, nor a base of several.
+    """
     if not (isinstance(value, type) and issubclass(value, Backend)):
         return False
     return value.__module__ == module and "name" in vars(value)
@@ -310,7 +324,10 @@ def _place_of_module(defined: list[type[Backend]]) -> tuple[int, bool]:
 
 
 def installed_backends() -> dict[str, str]:
-    """Backends that ``all`` does not select, by name, as ``module:Class``; those of packages are not imported."""
+    """Backends that ``all`` does not select, by name, as ``module:Class``.
+
+    Those of packages are not imported.
+    """
     found = {entry.name: entry.value for entry in _entry_points()}
     for name, kind in built_in().items():
         if kind.untried:
@@ -323,11 +340,11 @@ def _entry_points() -> Iterable[importlib.metadata.EntryPoint]:
 
 
 def registry(names: Iterable[str] = ()) -> dict[str, type[Backend]]:
-    """Backends by name: built-in ones, those in EXTRA_BACKENDS, and those of ``names`` that installed packages offer.
+    """Backends by name: built-in ones, those in EXTRA_BACKENDS, and of packages those of ``names``.
 
-    Only packages of requested backends are imported, and only requested backends may be untried.
-    Unknown names are left out. Raises InputError for something that is not a backend, or a name
-    that is invalid or already taken.
+    Only installed packages of requested backends are imported, and only requested backends may be
+    untried. Unknown names are left out. Raises InputError for something that is not a backend, or a
+    name that is invalid or already taken.
     """
     names = list(dict.fromkeys(names))
     found = {name: backend for name, backend in built_in().items() if not backend.untried}
@@ -347,7 +364,8 @@ def registry(names: Iterable[str] = ()) -> dict[str, type[Backend]]:
         if len(several) > 1:
             both = " and ".join(entry.value for entry in several)
             raise InputError(
-                f"backend '{name}': {both} both offer it in group {ENTRY_POINTS}; uninstall one of them"
+                f"backend '{name}': {both} both offer it in group {ENTRY_POINTS}; uninstall one of "
+                "them"
             )
         for entry in several:
             place = f"entry point '{name}' ({entry.value}) in group {ENTRY_POINTS}"
@@ -360,17 +378,23 @@ def registry(names: Iterable[str] = ()) -> dict[str, type[Backend]]:
 
 
 def place_of(name: str) -> str:
-    """``module:Class`` of the backend of another package, as it was named; empty for one of this package."""
+    """``module:Class`` of the backend of another package, as it was named.
+
+    Empty for one of this package.
+    """
     if name in built_in():
         return ""
     for place in _named_in_environment():
         if _load(_entry_of(place), f"'{place}'").name == name:
             return place
-    return next((entry.value for entry in _entry_points() if entry.name == name), "")
+    for entry in _entry_points():
+        if entry.name == name:
+            return entry.value
+    return ""
 
 
 def only(name: str, place: str) -> type[Backend]:
-    """The backend of a trial, by its name and ``place_of`` it, without importing any other package's.
+    """The backend of a trial, by its name and place (``place_of``); no other package is imported.
 
     A module may change torch when it is imported, which must not reach the trials of others.
     """

@@ -18,7 +18,7 @@ import os
 import shutil
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from bench.plan.cell import Cell, Device
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 COMPILER = "inductor"
 """The backend of torch.compile."""
@@ -60,19 +61,26 @@ def refusal(cell: Cell, backend: type[Backend]) -> str:
     """
     if reason := cell.world.refusal(backend):
         return reason
-    if cell.activation_checkpointing and backend.refuses.checkpointed:
-        return f"{backend.name} cannot run with activation checkpointing: {backend.refuses.checkpointed}"
+    refuses = backend.refuses
+    if cell.activation_checkpointing and refuses.checkpointed:
+        return f"{backend.name} cannot run with activation checkpointing: {refuses.checkpointed}"
     if cell.selective_checkpointing and not cell.activation_checkpointing:
         return "selective checkpointing needs activation checkpointing"
     if cell.compiled and not cell.world.computes:
-        return "fake tensors cannot be compiled: compiled code allocates by itself, which would not be seen"
-    if cell.compiled and backend.refuses.compiled:
-        return f"{backend.name} cannot run with compiled blocks: {backend.refuses.compiled}"
+        return (
+            "fake tensors cannot be compiled: compiled code allocates by itself, which would not "
+            "be seen"
+        )
+    if cell.compiled and refuses.compiled:
+        return f"{backend.name} cannot run with compiled blocks: {refuses.compiled}"
     return ""
 
 
 def missing(cell: Cell) -> str:
-    """What this machine lacks for compilation, and how to fix it; empty if nothing, or if the cell is not compiled."""
+    """What this machine lacks for compilation, and a remedy.
+
+    Empty if nothing, or if the cell is not compiled.
+    """
     if not cell.compiled:
         return ""
     # torch._inductor builds C++ kernels for the CPU, and Triton a launcher in C for each of its
@@ -124,7 +132,7 @@ def protect_cache() -> None:
 
 @contextmanager
 def compiled_once(cell: Cell) -> Iterator[Callable[[], None]]:
-    """Yield a function to call after warm-up, which makes any further compilation raise a RuntimeError.
+    """Yield a function to call after warm-up: any further compilation raises a RuntimeError.
 
     Otherwise the time of a step would be the compiler's.
     """
@@ -139,7 +147,7 @@ def compiled_once(cell: Cell) -> Iterator[Callable[[], None]]:
         torch.compiler.set_stance("default")
 
 
-def _checkpointed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(block: nn.Module, *args: object, **kwargs: Any) -> object:
     """The checkpointed forward of the block's class.
 
     The RNG state is not preserved: by its protocol a workload draws no random numbers in training.
@@ -151,27 +159,35 @@ def _checkpointed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def _selectively_checkpointed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _selectively_checkpointed(block: nn.Module, *args: object, **kwargs: Any) -> object:
     """``_checkpointed``, but for what ``_policy`` keeps."""
     from torch.utils.checkpoint import checkpoint
 
-    options: dict[str, Any] = {
-        "use_reentrant": False,
-        "preserve_rng_state": False,
-        "early_stop": False,
-    }
-    return checkpoint(type(block).forward, block, *args, context_fn=_contexts, **options, **kwargs)
+    return checkpoint(
+        type(block).forward,
+        block,
+        *args,
+        context_fn=_contexts,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        early_stop=False,
+        **kwargs,
+    )
 
 
-def _contexts() -> Any:
+def _contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
     """Contexts of a block's forward and of its recomputation."""
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-    return create_selective_checkpoint_contexts(_policy())
+    forward, recomputation = create_selective_checkpoint_contexts(_policy())
+    return forward, recomputation
 
 
-def _policy() -> Callable[..., Any]:
-    """Decides for each operator of a block whether its result is kept; products are counted in either pass."""
+def _policy() -> Callable[..., CheckpointPolicy]:
+    """Decides for each operator of a block whether its result is kept.
+
+    Products are counted in either pass.
+    """
     import torch
     from torch.utils.checkpoint import CheckpointPolicy
 
@@ -186,7 +202,9 @@ def _policy() -> Callable[..., Any]:
     }
     seen = {False: 0, True: 0}
 
-    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(
+        context: SelectiveCheckpointContext, operator: object, *args: object, **kwargs: object
+    ) -> CheckpointPolicy:
         seen[context.is_recompute] += operator in products
         is_kept = operator in attention or (
             operator in products and seen[context.is_recompute] % 2 == 1

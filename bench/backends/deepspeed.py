@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO stages 2 and 3 in a plain loop, with eager and with coalesced gradient reduction."""
+"""DeepSpeed ZeRO stages 2 and 3 in a plain loop, with eager and with coalesced reduction."""
 
 from __future__ import annotations
 
@@ -18,12 +18,19 @@ from bench.plan.cell import Cell, Device, Sharding, Stepping, Sync
 from bench.plan.world import Refusals
 
 if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
     from torch import Tensor, nn
 
 
-GATHERS_IN_HOOKS = "stage 3 gathers parameters in hooks of the modules within a block, which a graph cannot contain"
+GATHERS_IN_HOOKS = (
+    "stage 3 gathers parameters in hooks of the modules within a block, which a graph cannot "
+    "contain"
+)
 """Why blocks cannot be compiled under stage 3."""
-SUMS_IN_BF16 = "coalesce_grad_reduction sums gradients in bf16, all others in fp32, so the backend refuses bf16"
+SUMS_IN_BF16 = (
+    "coalesce_grad_reduction sums gradients in bf16, all others in fp32, so the backend refuses "
+    "bf16"
+)
 """Why a deferred reduction is not offered in bf16."""
 PRELOAD = ("deepspeed", "deepspeed.runtime.zero.muon.original_muon")
 """deepspeed.initialize imports the second module, and that all of torch.compile."""
@@ -70,7 +77,10 @@ def short_parameter_repr() -> Iterator[None]:
 
 
 def gather(model: nn.Module) -> dict[str, Tensor]:
-    """The full fp32 masters of an engine's module, and frozen parameters, which have none, on the CPU. Collective."""
+    """The full fp32 masters of an engine's module, on the CPU. Collective.
+
+    With frozen parameters, which have no masters.
+    """
     from deepspeed import zero
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -89,7 +99,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class GatheredState(Mapping[str, "Tensor"]):
-    """What an engine's inner optimizer has under one key, by parameter; gathered on access, which is collective."""
+    """What an engine's inner optimizer has under one key, by parameter.
+
+    Gathered on access, which is collective.
+    """
 
     def __init__(self, model: nn.Module, key: str) -> None:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -108,15 +121,15 @@ class GatheredState(Mapping[str, "Tensor"]):
         return len(self._parameters)
 
 
-def gathered_state(engine: Any, model: nn.Module) -> dict[str, Mapping[str, Tensor]]:
+def gathered_state(engine: DeepSpeedEngine, model: nn.Module) -> dict[str, Mapping[str, Tensor]]:
     """The moments of an engine's AdamW; empty for an optimizer without."""
     if "betas" not in engine.optimizer.optimizer.defaults:
         return {}
     return {key: GatheredState(model, key) for key in MOMENTS}
 
 
-def holdings(engine: Any) -> dict[Category, list[Tensor]]:
-    """Tensors of the engine's ZeRO optimizer: flat parameters, fp32 masters, reduced gradients, buckets.
+def holdings(engine: DeepSpeedEngine) -> dict[Category, list[Tensor]]:
+    """Tensors of the engine's ZeRO optimizer: flat parameters, fp32 masters, gradients, buckets.
 
     The attributes are those of ``DeepSpeedZeroOptimizer`` (stage 2) and
     ``DeepSpeedZeroOptimizer_Stage3`` in 0.19; missing ones are skipped. The inner optimizer's
@@ -127,49 +140,40 @@ def holdings(engine: Any) -> dict[Category, list[Tensor]]:
 
     zero = engine.optimizer
 
-    def tensors(*names: str) -> list[Tensor]:
-        found = []
-        for name in names:
-            found += [
-                leaf
-                for leaf in tree_leaves(getattr(zero, name, None))
-                if isinstance(leaf, torch.Tensor)
-            ]
-        return found
+    def tensors(value: object) -> list[Tensor]:
+        return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
-    masters = tensors("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
-    staged = tensors("param_buffer_of_bit16_for_cpu_offload_groups")
+    def named(*names: str) -> list[Tensor]:
+        return tensors([getattr(zero, name, None) for name in names])
+
+    buckets = tensors([bucket.buffer for bucket in zero.ipg_buckets.values()])
+    buckets += named("temp_grad_buffer_for_cpu_offload", "temp_grad_buffer_for_gpu_offload")
+    masters = named("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
     partitioned = list(itertools.chain.from_iterable(getattr(zero, "fp16_groups", [])))
-    buffers = [bucket.buffer for bucket in zero.ipg_buckets.values()]
-    averaged = [
-        getattr(group, "flat_partition", group) for group in zero.averaged_gradients.values()
-    ]
+    sharded = [*masters, *named("param_buffer_of_bit16_for_cpu_offload_groups")]
+    sharded += [parameter.ds_tensor for parameter in partitioned]
+    gradients = named("all_grad_tensors", "grads_in_partition", "grad_partitions_flat_buffer")
+    gradients += named("accumulated_grads_in_cpu")
+    for group in zero.averaged_gradients.values():
+        gradients += tensors(getattr(group, "flat_partition", group))
+    for master in masters:
+        if master.grad is not None:
+            gradients.append(master.grad)
     return {
-        Category.COMMUNICATION: [
-            *(leaf for leaf in tree_leaves(buffers) if leaf is not None),
-            *tensors("temp_grad_buffer_for_cpu_offload", "temp_grad_buffer_for_gpu_offload"),
-        ],
-        Category.PARAMETERS_SHARDED: [
-            *masters,
-            *staged,
-            *(parameter.ds_tensor for parameter in partitioned),
-        ],
-        Category.PARAMETERS_UNSHARDED: tensors("bit16_groups_flat") + partitioned,
-        Category.GRADIENTS_SHARDED: [
-            *tensors("all_grad_tensors", "grads_in_partition", "grad_partitions_flat_buffer"),
-            *tensors("accumulated_grads_in_cpu"),
-            *(leaf for leaf in tree_leaves(averaged) if leaf is not None),
-            *(master.grad for master in masters if master.grad is not None),
-        ],
+        Category.COMMUNICATION: buckets,
+        Category.PARAMETERS_SHARDED: sharded,
+        Category.PARAMETERS_UNSHARDED: named("bit16_groups_flat") + partitioned,
+        Category.GRADIENTS_SHARDED: gradients,
     }
 
 
-def forget(engine: Any) -> None:
+def forget(engine: DeepSpeedEngine) -> None:
     """Remove a destroyed engine of stage 3 from what DeepSpeed keeps as long as the process lives.
 
-    Otherwise its parameters, gradients and moments stay allocated. The outermost module stays on a stack
-    (parameter_offload.py: ``setup_zero_stage3_hooks``), and a method of the coordinator of parameters has a cache whose
-    keys hold the coordinator (partitioned_param_coordinator.py: ``__params_to_release``).
+    Otherwise its parameters, gradients and moments stay allocated. The outermost module stays on a
+    stack (parameter_offload.py: ``setup_zero_stage3_hooks``), and a method of the coordinator of
+    parameters has a cache whose keys hold the coordinator (partitioned_param_coordinator.py:
+    ``__params_to_release``).
     """
     stage_3 = "deepspeed.runtime.zero"
     stack = getattr(sys.modules.get(f"{stage_3}.parameter_offload"), "FWD_MODULE_STACK", [])
@@ -184,7 +188,10 @@ def forget(engine: Any) -> None:
 
 
 class ZeroBackend(Backend):
-    """What all backends with a DeepSpeed engine have in common, whoever owns the loop; stage 2 by default."""
+    """What all backends with a DeepSpeed engine have in common, whoever owns the loop.
+
+    Of stage 2 by default.
+    """
 
     sharding = Sharding.GRADS
     bf16_as = BF16_PARAMETERS
@@ -192,20 +199,23 @@ class ZeroBackend(Backend):
     """Of ZeRO."""
     own_defaults: ClassVar[bool] = False
     """Whether buckets and gathers are those of DeepSpeed's defaults; see ``zero_options``."""
-    config: dict[str, Any]
+    config: dict[str, object]
     """That of ``zero_config``."""
     masters: dict[str, Tensor]
 
     @abstractmethod
-    def wrapped(self) -> Any:
+    def wrapped(self) -> DeepSpeedEngine:
         """The engine. Raises AttributeError before there is one."""
 
     def __del__(self) -> None:
-        """Remove the engine's hooks from its parameters: on CUDA the garbage collector does not find these cycles."""
-        engine: Any = None
+        """Remove the engine's hooks from its parameters.
+
+        On CUDA the garbage collector does not find these cycles.
+        """
+        engine: DeepSpeedEngine | None = None
         with suppress(AttributeError):
             engine = self.wrapped()
-        if hasattr(engine, "destroy"):  # None if it could not be created
+        if engine is not None and hasattr(engine, "destroy"):
             engine.destroy()
             forget(engine)
 
@@ -252,25 +262,26 @@ class ZeroBackend(Backend):
         found = []
         if cls.stage == 3 and cell.world_size == 1 and cell.device is Device.CUDA:
             found.append(
-                "on one rank ZeRO-3 gathers nothing, and DeepSpeed makes the host wait for a CUDA stream at every "
-                "fetch of a module's parameters, which it does not on several ranks: this step time says nothing "
-                "about larger worlds"
+                "on one rank ZeRO-3 gathers nothing, and DeepSpeed makes the host wait for a CUDA "
+                "stream at every fetch of a module's parameters, which it does not on several "
+                "ranks: this step time says nothing about larger worlds"
             )
         if cls.own_defaults:
             found.append(
-                "buckets and gathers are DeepSpeed's defaults: a bucket of 5e8 elements is part of the peak"
+                "buckets and gathers are DeepSpeed's defaults: a bucket of 5e8 elements is part of "
+                "the peak"
             )
         if cls.stage == 3 and cell.activation_checkpointing:
             found.append(
-                "under activation checkpointing ZeRO-3 recomputes the last product of every block, others do not"
+                "under activation checkpointing ZeRO-3 recomputes the last product of every block, "
+                "others do not"
             )
         return "; ".join(found)
 
     def reported(self) -> dict[str, int]:
         counters = super().reported()
-        steps = getattr(
-            self.wrapped(), "global_steps", None
-        )  # a Trainer may have refused before there is an engine
+        # A Trainer may have refused before there is an engine.
+        steps = getattr(self.wrapped(), "global_steps", None)
         if steps is not None:
             counters = counters | {"engine.global_steps": steps}
         return counters
@@ -278,7 +289,7 @@ class ZeroBackend(Backend):
     def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
         return holdings(self.wrapped())
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         return super().settings() | self.config
 
 
@@ -293,12 +304,15 @@ class ZeroStage3(ZeroBackend):
         super().restore_masters(model)
         gather_after_updates(self.wrapped())
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         return super().settings() | {"gathers_wait_for_updates": True}
 
 
 class DeepSpeedZero2Eager(ZeroBackend):
-    """Stage 2 as documented: ``engine.backward`` and ``engine.step`` per micro-batch, reducing each time."""
+    """Stage 2 as documented: ``engine.backward`` and ``engine.step`` in every micro-batch.
+
+    It reduces each time.
+    """
 
     name, framework = "deepspeed-zero2-eager", "DeepSpeed"
     family, colour = BackendFamily.DEEPSPEED, "#009E73"
@@ -317,7 +331,7 @@ class DeepSpeedZero2Eager(ZeroBackend):
             self.engine.backward(job.loss(self.engine, batch))
             self.engine.step()
 
-    def wrapped(self) -> Any:
+    def wrapped(self) -> DeepSpeedEngine:
         return self.engine
 
     def zero_grad(self) -> None:
@@ -335,7 +349,7 @@ class DeepSpeedZero2Eager(ZeroBackend):
             self.engine = self.start(model=model, optimizer=optimizer, config=self.config)
         self.restore_masters(self.engine.module)
 
-    def start(self, **arguments: Any) -> Any:
+    def start(self, **arguments: object) -> DeepSpeedEngine:
         import deepspeed
 
         return deepspeed.initialize(dist_init_required=False, **arguments)[0]
@@ -390,7 +404,8 @@ class DeepSpeedZero2Deferred(DeepSpeedZero2Eager):
     def train(self, job: Job) -> None:
         if job.bf16:
             raise UnsupportedError(
-                "coalesce_grad_reduction sums in the model's dtype, bf16, and not in fp32 like all others"
+                "coalesce_grad_reduction sums in the model's dtype, bf16, and not in fp32 like all "
+                "others"
             )
         self.initialize(job, gradient_accumulation_steps=1)
         self.continue_training(job)
@@ -411,10 +426,11 @@ class DeepSpeedZero3Deferred(ZeroStage3, DeepSpeedZero2Deferred):
 
 
 class ZeroOffload(Offloading, ZeroBackend):
-    """Turns a backend of ZeRO into one whose masters, gradients of masters and optimizer rest on the host.
+    """Turns a backend of ZeRO into one whose masters, gradients and optimizer rest on the host.
 
-    The update is that of torch's optimizer on tensors of the host, as ``zero_force_ds_cpu_optimizer``
-    allows: DeepSpeedCPUAdam has to be compiled first, with the CUDA toolkit on a machine with GPUs.
+    The update is that of torch's optimizer on tensors of the host, as
+    ``zero_force_ds_cpu_optimizer`` allows: DeepSpeedCPUAdam has to be compiled first, with the CUDA
+    toolkit on a machine with GPUs.
     """
 
     framework, colour = "DeepSpeed offload", "#117733"
@@ -439,7 +455,10 @@ class DeepSpeedZero2OffloadDeferred(ZeroOffload, DeepSpeedZero2Deferred):
 
 
 class DeepSpeedZero3Offload(ZeroOffload, DeepSpeedZero3Eager):
-    """Stage 3 with ``offload_optimizer`` and ``offload_param``: shards of parameters rest on the host, too."""
+    """Stage 3 with ``offload_optimizer`` and ``offload_param``.
+
+    Shards of parameters rest on the host, too.
+    """
 
     name = "deepspeed-zero3-offload"
 

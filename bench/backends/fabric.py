@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from bench.backends import fsdp2
 from bench.backends.base import BackendFamily
@@ -17,7 +17,9 @@ from bench.backends.training_job import Job
 from bench.plan.cell import Stepping, Sync
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from lightning.fabric.wrappers import _FabricOptimizer
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class FabricFSDP2Deferred(fsdp2.FSDP2Backend):
@@ -35,11 +37,12 @@ class FabricFSDP2Deferred(fsdp2.FSDP2Backend):
 
         silence_logging()
 
-        def parallelize(model: Any, mesh: Any) -> Any:
+        def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
             blocks = job.blocks(model)
-            return fsdp2.shard(
+            fsdp2.shard(
                 model, blocks, mesh["data_parallel"], bf16=job.bf16, reshard_after_forward=True
             )
+            return model
 
         strategy = ModelParallelStrategy(
             parallelize_fn=parallelize,
@@ -50,7 +53,8 @@ class FabricFSDP2Deferred(fsdp2.FSDP2Backend):
         self.fabric = Fabric(**device_arguments(job), strategy=strategy, precision="32-true")
         self.fabric.launch()
         self.model = self.fabric.setup_module(job.build())
-        self.optimizer: Any = self.fabric.setup_optimizers(job.optimizer(self.model.parameters()))
+        optimizer = job.optimizer(self.model.parameters())
+        self.optimizer = cast("_FabricOptimizer", self.fabric.setup_optimizers(optimizer))
         self.continue_training(job)
 
     def continue_training(self, job: Job) -> None:

@@ -1,4 +1,4 @@
-"""FSDP2 (``torch.distributed.fsdp.fully_shard``): each decoder block is a unit, everything else belongs to the root."""
+"""FSDP2 (``torch.distributed.fsdp.fully_shard``): each block is a unit, all else is the root."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+    from torch.distributed.tensor import DTensor
 
 
 def mixed_precision(*, bf16: bool) -> MixedPrecisionPolicy:
-    """With ``bf16``, parameters are gathered and gradients computed in bf16, and reduced and accumulated in fp32.
+    """With ``bf16``, parameters are gathered and gradients computed in bf16.
 
-    So eager and deferred sync accumulate in the same dtype.
+    They are reduced and accumulated in fp32, so eager and deferred sync accumulate in the same
+    dtype.
     """
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -39,7 +43,10 @@ def shard(
     reshard_after_forward: bool,
     offload_policy: OffloadPolicy | None = None,
 ) -> FSDPModule:
-    """``fully_shard`` each block, then the root, in place; the root is never resharded after forward (the default)."""
+    """``fully_shard`` each block, then the root, in place.
+
+    The root is never resharded after forward (the default).
+    """
     from torch.distributed.fsdp import OffloadPolicy, fully_shard
 
     of_root = None
@@ -57,7 +64,10 @@ def shard(
 
 
 class Gathered(Mapping[str, "Tensor"]):
-    """The full parameters of a sharded model, on the CPU; each is gathered on access, which is collective."""
+    """The full parameters of a sharded model, on the CPU.
+
+    Each is gathered on access, which is collective.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = dict(model.named_parameters())
@@ -69,11 +79,11 @@ class Gathered(Mapping[str, "Tensor"]):
         parameter = self._parameters[name].detach()
         if not isinstance(parameter, DTensor):
             return parameter.cpu()
-        sharded: Any = parameter
+        sharded: DTensor = parameter
         if "gloo" in dist.get_backend_config():
             # Its all-gather of DTensors on CUDA reads device memory on the host:
             # pytorch/pytorch#132471.
-            sharded = sharded.cpu()
+            sharded = cast("DTensor", sharded.cpu())
         whole: Tensor = sharded.full_tensor()
         return whole.cpu()
 
@@ -100,12 +110,13 @@ def holdings(model: nn.Module) -> dict[Category, list[Tensor]]:
         Category.GRADIENTS_UNSHARDED: [],
         Category.GRADIENTS_SHARDED: [],
     }
-    groups: list[Any] = []
+    groups: list[FSDPParamGroup] = []
     for module in model.modules():
         if isinstance(module, FSDPModule):
             groups += _groups(module._get_fsdp_state())
     for group in groups:
-        if (partial := getattr(group, "_partial_reduce_output", None)) is not None:
+        partial = getattr(group, "_partial_reduce_output", None)
+        if partial is not None:
             found[Category.GRADIENTS_SHARDED].append(partial)
         for parameter in group.fsdp_params:
             found[Category.PARAMETERS_SHARDED].append(parameter._sharded_param_data)
@@ -118,9 +129,9 @@ def holdings(model: nn.Module) -> dict[Category, list[Tensor]]:
     return found
 
 
-def _groups(state: Any) -> Sequence[Any]:
+def _groups(state: FSDPState) -> Sequence[FSDPParamGroup]:
     """The parameter groups of a unit; versions of torch differ in the attribute."""
-    groups: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    groups: Sequence[FSDPParamGroup] | None = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return groups
     if state._fsdp_param_group is None:
@@ -147,7 +158,7 @@ class FSDP2Backend(Backend):
     def holdings(self) -> Mapping[Category, Iterable[Tensor]]:
         return holdings(self.model)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         return super().settings() | {"reshard_after_forward": True, "reduce_dtype": "fp32"}
 
 
@@ -203,7 +214,7 @@ class FSDP2Eager(FSDP2Backend):
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         reshards = "always"
         if self.sharding is Sharding.OPTIMIZER:
             reshards = "last micro-batch only"
@@ -214,14 +225,20 @@ class FSDP2Eager(FSDP2Backend):
 
 
 class FSDP2Deferred(FSDP2Eager):
-    """``set_requires_gradient_sync``: unsharded gradients are summed locally and reduced once per window."""
+    """``set_requires_gradient_sync``: unsharded gradients are summed locally.
+
+    They are reduced once per window.
+    """
 
     name = "fsdp2-deferred"
     sync = Sync.DEFERRED
 
 
 class FSDP2Zero2Eager(FSDP2Eager):
-    """``reshard_after_forward=False``: parameters stay gathered from forward to backward, as under ZeRO-2."""
+    """``reshard_after_forward=False``: parameters stay gathered from forward to backward.
+
+    So they do under ZeRO-2.
+    """
 
     name = "fsdp2-zero2-eager"
     sharding = Sharding.GRADS
@@ -235,7 +252,10 @@ class FSDP2Zero2Deferred(FSDP2Zero2Eager):
 
 
 class FSDP2DeferredResident(FSDP2Zero2Deferred):
-    """With ``set_reshard_after_backward``: parameters stay gathered for the whole window, as under ZeRO-1."""
+    """With ``set_reshard_after_backward``: parameters stay gathered for the whole window.
+
+    So they do under ZeRO-1.
+    """
 
     name = "fsdp2-deferred-resident"
     sharding = Sharding.OPTIMIZER
@@ -245,8 +265,8 @@ class FSDP2OffloadEager(Offloading, FSDP2Eager):
     """With ``CPUOffloadPolicy``: shards, their gradients and the optimizer rest on the host.
 
     Shards are copied to the device for every gather, and reduced gradients to the host. Pinned
-    memory is the default, but needs a device. Norms for clipping, and gathers for comparisons, are of
-    tensors of the host, so NCCL needs gloo beside it (``bench.launch.rank``).
+    memory is the default, but needs a device. Norms for clipping, and gathers for comparisons, are
+    of tensors of the host, so NCCL needs gloo beside it (``bench.launch.rank``).
     """
 
     name, framework = "fsdp2-offload-eager", "FSDP2 offload"
@@ -257,22 +277,22 @@ class FSDP2OffloadEager(Offloading, FSDP2Eager):
 
         return CPUOffloadPolicy(pin_memory=job.device.type != "cpu")
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         return super().settings() | {"offload_policy": "CPUOffloadPolicy"}
 
 
 class FSDP2OffloadDeferred(FSDP2OffloadEager):
-    """``fsdp2-offload-eager`` with the reduction deferred: whole gradients are summed on the device."""
+    """``fsdp2-offload-eager`` with the reduction deferred: the device sums whole gradients."""
 
     name = "fsdp2-offload-deferred"
     sync = Sync.DEFERRED
 
 
 class ShardedReference(FSDP2Deferred):
-    """The reference for models that do not fit on one GPU: FSDP2 shards the state and averages gradients once.
+    """The reference for models that do not fit on one GPU.
 
-    Its cell is fp32 with checkpointed blocks, and with the fewest micro-batches that fit
-    (``Cell.reference``).
+    FSDP2 shards the state and averages gradients once. Its cell is fp32 with checkpointed blocks,
+    and with the fewest micro-batches that fit (``Cell.reference``).
     """
 
     name = SHARDED_REFERENCE

@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
 from bench.backends.accelerate import DDP, DEEPSPEED, FSDP2, AccelerateFSDP2, check, set_up_state
 from bench.backends.base import Backend, BackendFamily, Call, known
-from bench.backends.training_job import Job
+from bench.backends.training_job import Job, MicroBatches
 from bench.backends.zero_options import zero_config
 from bench.errors import UnsupportedError
 from bench.plan.categories import Category
 from bench.plan.cell import Cell, Stepping, Sync
 
 if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
     from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 
 class HuggingFaceTrainer(Backend):
-    """``Trainer.train()`` with ``gradient_accumulation_steps`` = N. Subclasses choose what wraps the model.
+    """``Trainer.train()`` with ``gradient_accumulation_steps`` = N.
 
-    The Trainer fetches a whole window before its first forward, counts the window's labels on all
-    ranks, and hands the number to the model (``num_items_in_batch``). This model divides by it, as
-    those of transformers do. The losses of a model that does not take the number are divided by the
-    window's size. The norm of the gradient is computed in every window, clipped or not.
+    Subclasses choose what wraps the model. The Trainer fetches a whole window before its first
+    forward, counts the window's labels on all ranks, and hands the number to the model
+    (``num_items_in_batch``). This model divides by it, as those of transformers do. The losses of a
+    model that does not take the number are divided by the window's size. The norm of the gradient
+    is computed in every window, clipped or not.
 
     Logs, checkpoints and progress bar are off. So are two defaults: ``logging_nan_inf_filter``,
     which makes the host wait for the device in every micro-batch, and DDP's search for unused
@@ -49,9 +53,8 @@ class HuggingFaceTrainer(Backend):
     def train(self, job: Job) -> None:
         import logging
 
-        logging.getLogger("accelerate").setLevel(
-            logging.ERROR
-        )  # it warns of DeepSpeed's N, which is the Trainer's
+        # Accelerate warns of DeepSpeed's N, which is the Trainer's.
+        logging.getLogger("accelerate").setLevel(logging.ERROR)
         set_up_state(job, self.wrapper)
         self.module = _model(self, job)
         self.inner: nn.Module = self.module.model
@@ -89,11 +92,12 @@ class HuggingFaceTrainer(Backend):
         """The labels of a micro-batch; the Trainer counts those that are not -100."""
         return batch
 
-    def scheduler(self, optimizer: Any, job: Job) -> Any:
+    def scheduler(self, optimizer: Optimizer, job: Job) -> LambdaLR:
         """The scheduler that the Trainer steps after every update."""
         from transformers import get_constant_schedule
 
-        return get_constant_schedule(optimizer)
+        made: LambdaLR = get_constant_schedule(optimizer)
+        return made
 
     def begin(self, job: Job) -> None:
         """Called when the model is wrapped, before the first micro-batch."""
@@ -110,7 +114,7 @@ class HuggingFaceTrainer(Backend):
 
     @classmethod
     def extra_collectives(cls, cell: Cell) -> list[Call]:
-        """The number of the window's labels on each rank (transformers/trainer.py:_get_num_items_in_batch)."""
+        """The number of the window's labels on each rank (``_get_num_items_in_batch``)."""
         if cell.world_size > 1:
             return [("all_gather", "int64", cell.world_size, 1)]
         return []
@@ -118,13 +122,15 @@ class HuggingFaceTrainer(Backend):
     def reported(self) -> dict[str, int]:
         return {"state.global_step": self.trainer.state.global_step}
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         arguments = self.trainer.args
-        names = ("average_tokens_across_devices", "logging_nan_inf_filter", "max_grad_norm")
-        words = ("logging_strategy", "save_strategy", "disable_tqdm")
-        found = super().settings() | {name: getattr(arguments, name) for name in names}
-        found |= {name: str(getattr(arguments, name)) for name in words}
-        return found | {
+        return super().settings() | {
+            "average_tokens_across_devices": arguments.average_tokens_across_devices,
+            "logging_nan_inf_filter": arguments.logging_nan_inf_filter,
+            "max_grad_norm": arguments.max_grad_norm,
+            "logging_strategy": str(arguments.logging_strategy),
+            "save_strategy": str(arguments.save_strategy),
+            "disable_tqdm": str(arguments.disable_tqdm),
             "num_items_in_batch": self.counts_labels,
             "wrapper": type(self.trainer.model_wrapped).__name__,
         }
@@ -133,14 +139,15 @@ class HuggingFaceTrainer(Backend):
 class _Labeled:
     """A loader of micro-batches with their labels, as the Trainer wants them."""
 
-    def __init__(self, loader: Any, labels: Any) -> None:
+    def __init__(self, loader: MicroBatches, labels: Callable[[Tensor], Tensor]) -> None:
         self._loader, self._labels = loader, labels
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return ({"batch": batch, "labels": self._labels(batch)} for batch in self._loader)
+        for batch in self._loader:
+            yield {"batch": batch, "labels": self._labels(batch)}
 
 
 def _model(backend: HuggingFaceTrainer, job: Job) -> Any:
@@ -172,20 +179,21 @@ def _trainer(backend: HuggingFaceTrainer, job: Job) -> Any:
     backend = weakref.proxy(backend)  # avoids a reference cycle, which would keep an engine alive
 
     class Begin(TrainerCallback):
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        def on_train_begin(self, *args: object, **kwargs: object) -> None:
             backend.begin(job)
 
     class TappedTrainer(Trainer):
         def get_train_dataloader(self) -> Any:
             return backend.batches(job)
 
-        def create_optimizer(self, model: Any = None) -> Any:
+        def create_optimizer(self, model: object = None) -> Optimizer:
             if self.optimizer is None:
                 self.optimizer = job.optimizer(backend.module.parameters())
             return self.optimizer
 
-        def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        def create_scheduler(self, *args: object, **kwargs: object) -> LRScheduler:
             if self.lr_scheduler is None:
+                assert self.optimizer is not None, "it is made first"
                 self.lr_scheduler = backend.scheduler(self.optimizer, job)
             return self.lr_scheduler
 
@@ -210,7 +218,7 @@ class HuggingFaceDDP(HuggingFaceTrainer, plain.DDPBackend):
         super().begin(job)
         plain.disable_runtime_statistics(self.trainer.model_wrapped)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         return super().settings() | {"ddp_find_unused_parameters": False}
 
 
@@ -249,7 +257,8 @@ class HuggingFaceFSDP2(HuggingFaceTrainer, fsdp2.FSDP2Backend):
         units = {module for module in self.inner.modules() if isinstance(module, FSDPModule)}
         if units != set(job.blocks(self.inner)):
             raise UnsupportedError(
-                f"Accelerate shards by class: {len(units)} modules, which are not the model's blocks"
+                f"Accelerate shards by class: {len(units)} modules, which are not the model's "
+                "blocks"
             )
 
     def full_parameters(self) -> Mapping[str, Tensor]:
@@ -272,13 +281,12 @@ class HuggingFaceDeepSpeedZero2(ds.ZeroBackend, HuggingFaceTrainer):
     requires = ("transformers", "accelerate", "deepspeed")
     wrapper = DEEPSPEED
 
-    def wrapped(self) -> Any:
+    def wrapped(self) -> DeepSpeedEngine:
         return self.trainer.model_wrapped
 
     def arguments(self, job: Job) -> dict[str, Any]:
-        self.config = zero_config(type(self), job, self.inner) | {
-            "gradient_accumulation_steps": job.accumulate
-        }
+        self.config = zero_config(type(self), job, self.inner)
+        self.config["gradient_accumulation_steps"] = job.accumulate
         return super().arguments(job) | {"deepspeed": self.config}
 
     def continue_training(self, job: Job) -> None:

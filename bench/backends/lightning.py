@@ -10,20 +10,25 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from bench.backends import deepspeed as ds
 from bench.backends import fsdp2, plain
 from bench.backends.base import Backend, BackendFamily, Call, known
-from bench.backends.training_job import Job, ending
+from bench.backends.training_job import Job, MicroBatches, ending
 from bench.backends.zero_options import zero_config
 from bench.plan.categories import Category
 from bench.plan.cell import Cell, Stepping, Sync
 
 if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
     from lightning.pytorch import LightningModule
     from lightning.pytorch.strategies import Strategy
     from torch import Tensor, nn
     from torch.nn.parallel import DistributedDataParallel
+    from torch.optim import Optimizer
 
 
 def device_arguments(job: Job) -> dict[str, Any]:
-    """Accelerator, ranks per node and number of nodes, from the rank's environment (``bench.launch.rank``)."""
+    """Accelerator, ranks per node and number of nodes, from the rank's environment.
+
+    ``bench.launch.rank`` sets that.
+    """
     each = int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size))
     accelerator = "cpu"
     if job.device.type == "cuda":
@@ -32,7 +37,7 @@ def device_arguments(job: Job) -> dict[str, Any]:
 
 
 def silence_logging() -> None:
-    """Silence Lightning's notices about hardware and versions, which would fill every trial's log."""
+    """Silence Lightning's notices about hardware and versions, which would fill logs of trials."""
     import logging
 
     for part in ("lightning.pytorch", "lightning.fabric"):
@@ -41,7 +46,9 @@ def silence_logging() -> None:
 
 def process_group_backend(job: Job) -> str:
     """The backend of the existing process group, in Lightning's terms."""
-    return "nccl" if job.cell.uses_nccl else "gloo"
+    if job.cell.uses_nccl:
+        return "nccl"
+    return "gloo"
 
 
 OFF = dict.fromkeys(
@@ -58,17 +65,18 @@ OFF = dict.fromkeys(
 
 
 MOST_STATE = 2 * 10**8
-"""Parameters of a model whose optimizer state is kept: some 2 GB on the CPU of every rank, since the strategy is torn
-down when the Trainer returns."""
+"""Parameters of a model whose optimizer state is kept: some 2 GB on the CPU of every rank, since
+the strategy is torn down when the Trainer returns."""
 
 
 class LightningBackend(Backend):
-    """``Trainer(accumulate_grad_batches=N)`` over the tapped loader. Subclasses choose the strategy.
+    """``Trainer(accumulate_grad_batches=N)`` over the tapped loader.
 
-    Logger, checkpoints, progress bar, summary and sampler replacement are off, and clipping too
-    unless the job asks for it. Two costs of the Trainer remain: with several ranks it broadcasts
-    and reads a flag in every micro-batch, and it zeroes gradients only after the first forward of a
-    window, so that this forward runs with the last window's gradients in memory.
+    Subclasses choose the strategy. Logger, checkpoints, progress bar, summary and sampler
+    replacement are off, and clipping too unless the job asks for it. Two costs of the Trainer
+    remain: with several ranks it broadcasts and reads a flag in every micro-batch, and it zeroes
+    gradients only after the first forward of a window, so that this forward runs with the last
+    window's gradients in memory.
     """
 
     family = BackendFamily.LIGHTNING
@@ -108,8 +116,8 @@ class LightningBackend(Backend):
     def strategy(self, job: Job) -> Strategy:
         raise NotImplementedError(f"{type(self).__name__}.strategy must be implemented")
 
-    def precision(self, job: Job) -> Any:
-        """The Trainer's precision: for bf16, autocast over fp32 parameters unless the strategy overrides it."""
+    def precision(self, job: Job) -> str:
+        """The Trainer's precision: for bf16, autocast over fp32 parameters unless overridden."""
         if job.bf16:
             return "bf16-mixed"
         return "32-true"
@@ -121,7 +129,7 @@ class LightningBackend(Backend):
         """Called when the strategy is set up, before the first micro-batch."""
 
     def gather(self, module: LightningModule) -> Mapping[str, Tensor]:
-        """The full fp32 parameters of ``module.model``, called while the strategy is still set up."""
+        """The full fp32 parameters of ``module.model``, called while the strategy is set up."""
         return {name: p.detach().cpu() for name, p in _model(module).named_parameters()}
 
     def keep(self, module: LightningModule, job: Job) -> None:
@@ -137,7 +145,10 @@ class LightningBackend(Backend):
         return self.parameters_at_end
 
     def gather_state(self, module: LightningModule) -> Mapping[str, Mapping[str, Tensor]]:
-        """The full optimizer state, if ``optimizer_state`` has one, called while the strategy is still set up."""
+        """The full optimizer state, if ``optimizer_state`` has one.
+
+        Called while the strategy is set up.
+        """
         return {}
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, Tensor]]:
@@ -156,20 +167,20 @@ class LightningBackend(Backend):
     def reported(self) -> dict[str, int]:
         return {"trainer.global_step": self.trainer.global_step, **self.counters}
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         return super().settings() | OFF | {"loss_factor": self.loss_factor or "1"}
 
 
 class _Loader:
     """A loader that ends where the pass does, so that the Trainer ends its training itself."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: MicroBatches) -> None:
         self._loader = loader
 
     def __len__(self) -> int:
         return len(self._loader)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Tensor]:
         return ending(self._loader)
 
 
@@ -200,7 +211,7 @@ def _module(backend: LightningBackend, job: Job) -> LightningModule:
                 return loss * job.accumulate
             return loss
 
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self) -> Optimizer:
             return job.optimizer(self.model.parameters())
 
         def on_train_start(self) -> None:
@@ -214,11 +225,11 @@ def _module(backend: LightningBackend, job: Job) -> LightningModule:
 
 
 class LightningDDP(LightningBackend, plain.DDPBackend):
-    """Lightning's native accumulation: it divides the loss by N and enters DDP's ``no_sync`` by itself.
+    """Lightning's native accumulation.
 
-    On CUDA it builds DDP in a separate stream (strategies/ddp.py: ``_setup_model``). torch then
-    warns that it accumulates gradients across streams; the streams wait for each other, the host
-    does not.
+    It divides the loss by N and enters DDP's ``no_sync`` by itself. On CUDA it builds DDP in a
+    separate stream (strategies/ddp.py: ``_setup_model``). torch then warns that it accumulates
+    gradients across streams; the streams wait for each other, the host does not.
     """
 
     name, framework = "lightning-ddp", "Lightning DDP"
@@ -241,7 +252,10 @@ class LightningDDP(LightningBackend, plain.DDPBackend):
 
 
 class LightningFSDP2(LightningBackend, fsdp2.FSDP2Backend):
-    """``ModelParallelStrategy``. The Trainer defers reduction only for DDP, so this reduces on every micro-batch."""
+    """``ModelParallelStrategy``, which reduces in every micro-batch.
+
+    The Trainer defers the reduction only for DDP.
+    """
 
     name, framework = "lightning-fsdp2", "Lightning FSDP2"
     colour = "#E69F00"
@@ -258,7 +272,7 @@ class LightningFSDP2(LightningBackend, fsdp2.FSDP2Backend):
             process_group_backend=process_group_backend(job),
         )
 
-    def precision(self, job: Job) -> Any:
+    def precision(self, job: Job) -> str:
         return "32-true"  # FSDP2's own policy computes in bf16; see fsdp2.shard
 
     def configure(self, module: LightningModule, job: Job) -> None:
@@ -288,9 +302,12 @@ class LightningDeepSpeedZero2(ds.ZeroBackend, LightningBackend):
     stepping = Stepping.SPLIT
     requires = ("lightning", "deepspeed")
     preload = (*LightningBackend.preload, *ds.PRELOAD)
-    defect = "Lightning divides the loss by N, and so does the DeepSpeed engine: every gradient is N times too small"
+    defect = (
+        "Lightning divides the loss by N, and so does the DeepSpeed engine: every gradient is N "
+        "times too small"
+    )
 
-    def wrapped(self) -> Any:
+    def wrapped(self) -> DeepSpeedEngine:
         return self.trainer.strategy.model
 
     def strategy(self, job: Job) -> Strategy:
@@ -321,7 +338,10 @@ class LightningDeepSpeedZero2(ds.ZeroBackend, LightningBackend):
 
 
 def on_cpu(strategy: type[Any]) -> type[Any]:
-    """DeepSpeedStrategy without its check for CUDA; only the placement of ranks changes, not the training."""
+    """DeepSpeedStrategy without its check for CUDA.
+
+    Only the placement of ranks changes, not the training.
+    """
     import torch
     from lightning.pytorch.strategies import DDPStrategy
 
@@ -348,7 +368,7 @@ class LightningDeepSpeedZero3(ds.ZeroStage3, LightningDeepSpeedZero2):
 
 
 class LightningDeepSpeedZero2Corrected(LightningDeepSpeedZero2):
-    """Stage 2 with the loss multiplied by N in ``training_step``, so that it is divided by N once."""
+    """Stage 2 with the loss multiplied by N in ``training_step``, so that it is divided once."""
 
     name = "lightning-deepspeed-zero2-corrected"
     loss_factor = "N"

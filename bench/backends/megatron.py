@@ -1,15 +1,15 @@
-"""Megatron-FSDP 0.6.1 in a hand-written loop. It has never run on a GPU, and its constructor needs CUDA.
+"""Megatron-FSDP 0.6.1 in a hand-written loop. It has never run on a GPU.
 
-Written from the package's source. Over the stub of CUDA (tests/cuda_stub), which computes nothing,
-every pass ran on one rank; two ranks cannot there, because the constructor exchanges objects
-between ranks. Nothing that it sends or holds has a formula, and no value has been compared with the
-reference.
+Its constructor needs CUDA. Written from the package's source. Over the stub of CUDA
+(tests/cuda_stub), which computes nothing, every pass ran on one rank; two ranks cannot there,
+because the constructor exchanges objects between ranks. Nothing that it sends or holds has a
+formula, and no value has been compared with the reference.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bench.backends.base import Backend, BackendFamily
 from bench.backends.training_job import Job
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class UntriedMegatronFSDP(Backend):
-    """ZeRO-3, ``optim_grads_params``: sharded gradients are reduced in every backward (megatron_fsdp.py:no_sync).
+    """ZeRO-3, ``optim_grads_params``: sharded gradients are reduced in every backward.
 
     ``set_model_auto_sync(False)`` defers only waiting for the reduction, to ``finish_grad_sync``,
-    and with hybrid sharding the outer reduction. ``fully_shard_optimizer`` is not used: it steps
-    the optimizer once to create its state. The loop makes the calls that it would add to ``step``
-    and ``zero_grad``.
+    and with hybrid sharding the outer reduction (megatron_fsdp.py:no_sync).
+    ``fully_shard_optimizer`` is not used: it steps the optimizer once to create its state. The loop
+    makes the calls that it would add to ``step`` and ``zero_grad``.
     """
 
     name, framework = "megatron-fsdp", "Megatron-FSDP (untried)"
@@ -45,7 +45,10 @@ class UntriedMegatronFSDP(Backend):
 
     @classmethod
     def remark(cls, cell: Cell) -> str:
-        return "megatron-fsdp is written from the package's source, and had never run on a GPU when this was released"
+        return (
+            "megatron-fsdp is written from the package's source, and had never run on a GPU when "
+            "this was released"
+        )
 
     def train(self, job: Job) -> None:
         import torch
@@ -78,5 +81,5 @@ class UntriedMegatronFSDP(Backend):
 
         return {name: whole(p).detach().cpu() for name, p in self.model.module.named_parameters()}
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         return {"zero_dp_strategy": "optim_grads_params", "main_grads_dtype": "fp32"}

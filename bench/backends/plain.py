@@ -1,10 +1,10 @@
-"""Plain PyTorch: the single-process reference, and DistributedDataParallel with and without ``no_sync``."""
+"""Plain PyTorch: the single-process reference, and DDP with and without ``no_sync``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, ClassVar
 
 from bench.backends.base import Backend, BackendFamily
 from bench.backends.training_job import Job
@@ -71,13 +71,12 @@ class DDPBackend(Backend):
     bucket_views: ClassVar[bool] = True
     """``gradient_as_bucket_view``: whether a gradient that DDP has reduced is a view of its bucket,
     not a copy."""
-    model: Any
-    """The model in DistributedDataParallel."""
+    model: DistributedDataParallel
 
     def full_parameters(self) -> Mapping[str, Tensor]:
         return dict(self.model.module.named_parameters())
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         return super().settings() | {
             "runtime_statistics": False,
             "gradient_as_bucket_view": self.bucket_views,
@@ -105,10 +104,12 @@ class DDPEager(DDPBackend):
         self.optimizer.zero_grad()
         for window in job.each_window():
             for batch, last in window:
-                reduces = last or self.sync is Sync.EAGER
                 # DDP decides in the forward whether the backward will reduce, so no_sync must cover
                 # both.
-                with nullcontext() if reduces else self.model.no_sync():
+                reducing: AbstractContextManager[object] = nullcontext()
+                if not (last or self.sync is Sync.EAGER):
+                    reducing = self.model.no_sync()
+                with reducing:
                     with job.autocast():
                         loss = job.loss(self.model, batch)
                     (loss / window.size).backward()

@@ -1,4 +1,4 @@
-"""torchtitan's training loop (0.3.0, ``Trainer.train()`` of torchtitan/trainer.py) over parts of the bench's.
+"""torchtitan's training loop (``Trainer.train()`` of 0.3.0, trainer.py) over parts of the bench's.
 
 The trainer fetches a window before its first forward, sums the window's tokens over the ranks,
 divides every loss by them, sums gradients over the ranks instead of averaging them, clips, and
@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from functools import cache
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from packaging.version import Version
 
@@ -85,9 +85,9 @@ class _ModelWithLoss:
 def _scaled(
     loss: Tensor, labels: Tensor, global_valid_tokens: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The sum of a micro-batch over the tokens of the window on all ranks, from its mean loss, as torchtitan's losses.
+    """The sum of a micro-batch over the tokens of the window on all ranks, from its mean loss.
 
-    With equal micro-batches that is the mean over N W.
+    So torchtitan's losses are. With equal micro-batches that is the mean over N W.
     """
     return loss * labels.numel() / global_valid_tokens, {}
 
@@ -105,7 +105,7 @@ REPLACED = {
 
 
 class TorchtitanEager(fsdp2.FSDP2Backend):
-    """``Trainer.train()`` with everything it calls, on parts that are not torchtitan's (``REPLACED``).
+    """``Trainer.train()`` with everything it calls, on other parts than its own (``REPLACED``).
 
     The norm of the gradients is computed without clipping too. Gloo knows no ``PREMUL_SUM``, which
     FSDP2 takes for undivided gradients, so there the reduction is a plain sum.
@@ -133,7 +133,10 @@ class TorchtitanEager(fsdp2.FSDP2Backend):
 
     @classmethod
     def remark(cls, cell: Cell) -> str:
-        return "of torchtitan only the training loop runs: model, sharding, loss, optimizer and data are the bench's"
+        return (
+            "of torchtitan only the training loop runs: model, sharding, loss, optimizer and data "
+            "are the bench's"
+        )
 
     def train(self, job: Job) -> None:
         import gc
@@ -172,10 +175,8 @@ class TorchtitanEager(fsdp2.FSDP2Backend):
             parallel_dims=trainer.parallel_dims
         )
         trainer.device, trainer.model_config = job.device, None
-        trainer.gradient_accumulation_steps, trainer.num_pipeline_parallel_microbatches = (
-            job.accumulate,
-            1,
-        )
+        trainer.gradient_accumulation_steps = job.accumulate
+        trainer.num_pipeline_parallel_microbatches = 1
         trainer.step = trainer.ntokens_seen = 0
         trainer.lr_schedulers = SimpleNamespace(get_metrics=dict, step=lambda: None)
         trainer.metrics_processor = SimpleNamespace(
@@ -194,7 +195,10 @@ class TorchtitanEager(fsdp2.FSDP2Backend):
         self.trainer.train()
 
     def batches(self, job: Job) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        """Micro-batches as torchtitan's loaders yield them: input, and labels on the host, which it counts."""
+        """Micro-batches as torchtitan's loaders yield them.
+
+        Input, and labels on the host, which it counts.
+        """
         import torch
 
         for batch in job.loader:
@@ -206,7 +210,7 @@ class TorchtitanEager(fsdp2.FSDP2Backend):
 
     @classmethod
     def extra_collectives(cls, cell: Cell) -> list[Call]:
-        """The window's number of valid tokens, summed over the ranks (torchtitan/trainer.py:train_step)."""
+        """The window's number of valid tokens, summed over the ranks (``train_step``)."""
         if cell.world_size > 1:
             return [("all_reduce", "int64", 1, 1)]
         return []
@@ -223,7 +227,7 @@ class TorchtitanEager(fsdp2.FSDP2Backend):
     def reported(self) -> dict[str, int]:
         return {"trainer.step": self.trainer.step}
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         training, parallelism = self.trainer.config.training, self.trainer.config.parallelism
         return super().settings() | {
             "gc_freq": training.gc_freq,

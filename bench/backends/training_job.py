@@ -1,4 +1,4 @@
-"""What a backend receives: one pass of a trial on a rank. It imports torch only where it is used."""
+"""What a backend receives: one pass of a trial on a rank. Imports torch only where it is used."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from bench.plan.cell import Cell
 
@@ -17,16 +17,27 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
+Item = TypeVar("Item")
+
+
+class MicroBatches(Protocol):
+    """The micro-batches of a rank, in order."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Tensor]: ...
+
+
 class EndOfPassError(BaseException):
     """A pass has what it wants, and its training ends between two windows.
 
-    Every pass is given the same windows, so that none can be told by their number. It is raised by the loader where a
-    micro-batch is fetched after the last update, or by the loss. A backend need not catch it; one that has to end its
-    training itself can (``ending``).
+    Every pass is given the same windows, so that none can be told by their number. It is raised by
+    the loader where a micro-batch is fetched after the last update, or by the loss. A backend need
+    not catch it; one that has to end its training itself can (``ending``).
     """
 
 
-def ending(loader: Any) -> Iterator[Any]:
+def ending(loader: Iterable[Item]) -> Iterator[Item]:
     """The micro-batches of a job's loader, which ends where the pass does."""
     try:
         yield from loader
@@ -66,15 +77,13 @@ class Job:
     num_parameters: int
     """Elements of all parameters."""
     build: Callable[[], nn.Module]
-    """Build a new fp32 model on ``device``, with the same initial weights on every rank.
-
-    Its blocks are already checkpointed and compiled if the cell asks for it
-    (``bench.backends.blocks``). """
+    """Build a new fp32 model on ``device``, with the same initial weights on every rank. Its blocks
+    are already checkpointed and compiled if the cell asks for it (``bench.backends.blocks``)."""
     blocks: Callable[[nn.Module], Sequence[nn.Module]]
     """The submodules of a built model that are sharded as separate units."""
     loader: Any
-    """The ``windows * accumulate`` micro-batches of this rank, on ``device``: sized, can be
-    iterated once, tapped."""
+    """``MicroBatches``: the ``windows * accumulate`` ones of this rank, on ``device``; can be
+    iterated once, tapped. What else it offers is between an audit and its backends."""
     loss: Callable[[nn.Module, Tensor], Tensor]
     """``loss(model, micro_batch)``: the mean loss of a micro-batch from one forward of ``model``;
     tapped."""
@@ -89,8 +98,8 @@ class Job:
     def bf16(self) -> bool:
         return str(self.cell.precision) == "bf16"
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Autocast to the cell's precision, for backends that keep fp32 parameters; no effect in fp32."""
+    def autocast(self) -> AbstractContextManager[object]:
+        """Autocast to the cell's precision, for backends with fp32 parameters; none in fp32."""
         import torch
 
         if self.bf16:
@@ -105,7 +114,7 @@ class Job:
             clip_grad_norm_(parameters, self.clip_norm)
 
     def each_window(self) -> Iterator[Window]:
-        """The windows of the training. In scenarios (``bench.audit``) the last of an epoch may be smaller.
+        """The windows of the training; in ``bench.audit`` the last of an epoch may be smaller.
 
         Dividing every loss by the *window's* size makes each update equal that of one full batch.
         """

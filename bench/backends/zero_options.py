@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bench.backends.base import Offloading, known
 from bench.backends.training_job import Job
@@ -10,6 +10,7 @@ from bench.errors import UnsupportedError
 from bench.plan.cell import Cell, Device
 
 if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
     from torch import nn
 
     from bench.backends.deepspeed import ZeroBackend
@@ -27,7 +28,7 @@ DEFAULTS = {
 """DeepSpeed's defaults, in elements (deepspeed/runtime/zero/config.py, 0.19.8)."""
 
 
-def zero_config(backend: type[ZeroBackend], job: Job, model: nn.Module) -> dict[str, Any]:
+def zero_config(backend: type[ZeroBackend], job: Job, model: nn.Module) -> dict[str, object]:
     """A DeepSpeed configuration that sets everything that affects the comparison explicitly.
 
     Clipping is set, because DeepSpeed >= 0.19.3 clips to norm 1 by default. Gradients are reduced
@@ -61,22 +62,27 @@ def zero_config(backend: type[ZeroBackend], job: Job, model: nn.Module) -> dict[
 
 
 def check_input(block: nn.Module) -> None:
-    """Raise UnsupportedError at the first forward if no input needs a gradient, which ends a leaf's backward."""
+    """Raise UnsupportedError at the first forward if no input needs a gradient.
 
-    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    Without such an input, the backward of a leaf does not end.
+    """
+
+    def check(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         handle.remove()
-        if module.training and not any(
-            getattr(value, "requires_grad", False) for value in (*args, *kwargs.values())
-        ):
-            what = f"no input of {type(module).__name__} needs a gradient"
-            raise UnsupportedError(f"{what}, without which ZeRO-3 cannot gather a block at once")
+        if not module.training:
+            return
+        for value in (*args, *kwargs.values()):
+            if getattr(value, "requires_grad", False):
+                return
+        what = f"no input of {type(module).__name__} needs a gradient"
+        raise UnsupportedError(f"{what}, without which ZeRO-3 cannot gather a block at once")
 
     handle = block.register_forward_pre_hook(check, with_kwargs=True)
 
 
 def zero_options(
     backend: type[ZeroBackend], cell: Cell, block_parameters: int, num_parameters: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The options of ZeRO; sizes in elements.
 
     Buckets and gathers are like those of what a stage is compared with. Stage 2 reduces in buckets
@@ -96,13 +102,20 @@ def zero_options(
     Offloading uses pinned memory, the default, where there is a device to copy to.
     """
     stage = backend.stage
-    sizes: dict[str, Any] = DEFAULTS
-    if not backend.own_defaults:
+    options: dict[str, object] = {
+        "stage": stage,
+        "overlap_comm": cell.device is Device.CUDA and (stage == 3 or cell.world_size > 1),
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+    }
+    if backend.own_defaults:
+        options.update(DEFAULTS)
+    else:
         bucket = block_parameters
         if stage != 3:
             bucket = min(DDP_BUCKET, num_parameters)
         bucket = max(2, bucket + bucket % 2)  # DeepSpeed wants an even number
-        sizes = {
+        options |= {
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
             "stage3_param_persistence_threshold": 0,
@@ -111,25 +124,19 @@ def zero_options(
             "stage3_prefetch_bucket_size": block_parameters,
         }
         if stage == 3:
-            sizes["leaf_module"] = {}  # zero_config names the classes of the blocks
+            options["leaf_module"] = {}  # zero_config names the classes of the blocks
     if issubclass(backend, Offloading):
         on_host = {"device": "cpu", "pin_memory": cell.device is Device.CUDA}
-        sizes = {**sizes, "offload_optimizer": on_host}
+        options["offload_optimizer"] = on_host
         if stage == 3:
-            sizes["offload_param"] = on_host
-    return {
-        "stage": stage,
-        "overlap_comm": cell.device is Device.CUDA and (stage == 3 or cell.world_size > 1),
-        "contiguous_gradients": True,
-        "reduce_scatter": True,
-        **sizes,
-    }
+            options["offload_param"] = on_host
+    return options
 
 
-def gather_after_updates(engine: Any) -> None:
-    """Make the stream on which ZeRO-3 gathers wait for the update, before the next forward; the host does not wait.
+def gather_after_updates(engine: DeepSpeedEngine) -> None:
+    """Make the stream on which ZeRO-3 gathers wait for the update, before the next forward.
 
-    DeepSpeed writes updated shards on the current stream (stage3.py:
+    The host does not wait. DeepSpeed writes updated shards on the current stream (stage3.py:
     ``_reassign_or_swap_out_partitioned_parameters``) and gathers them on another
     (partition_parameters.py: ``_all_gather_dtype``), which never waits for the first. By default
     two things hide that, since they synchronize the device: the throughput timer, which
@@ -141,7 +148,7 @@ def gather_after_updates(engine: Any) -> None:
     gathers = engine.optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
     ordered_steps = -1  # the initial weights are written on the current stream, too
 
-    def wait(*_: Any) -> None:
+    def wait(*_: object) -> None:
         nonlocal ordered_steps
         if engine.global_steps != ordered_steps:
             gathers.wait_stream(get_accelerator().current_stream())

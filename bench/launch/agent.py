@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from bench.launch import stragglers
-from bench.launch.node_task import NodeTask
+from bench.launch.node_task import LauncherReply, NodeTask
 from bench.launch.outcome import written
 
 JOIN_S = 60
@@ -39,7 +39,10 @@ JOIN_S = 60
 
 
 class Agent(LocalElasticAgent):
-    """Sleeps until a rank has returned or ended; one that ends before all have returned ends the others."""
+    """Sleeps until a rank has returned or ended.
+
+    One that ends before all have returned ends the others.
+    """
 
     exits: Mapping[int, int] = MappingProxyType({})
     """Exit codes of the ranks that ended by themselves before all had returned; negative for
@@ -47,18 +50,15 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         context: Any = self._pcontext
-        returned = [
-            queue._reader
-            for rank, queue in context._ret_vals.items()
-            if rank not in context._return_values
-        ]
-        ready = wait(
-            [*returned, *context._pc.sentinels]
-        )  # a rank's pipe or sentinel: it has returned, or ended
+        signs = list(context._pc.sentinels)  # readable once a rank has ended
+        for rank, queue in context._ret_vals.items():
+            if rank not in context._return_values:
+                signs.append(queue._reader)  # once it has returned
+        ready = wait(signs)
         if not any(isinstance(sign, int) for sign in ready):
             result: RunResult = super()._monitor_workers(worker_group)
             return result
-        exits = {}
+        exits: dict[int, int] = {}
         for rank, process in enumerate(context._pc.processes):
             if process.sentinel in ready or not stragglers.alive(stragglers.find(process.pid)):
                 process.join()  # until its exit code is known
@@ -72,8 +72,8 @@ class Agent(LocalElasticAgent):
 
 def run(
     rank_main: Callable[[str], None], node_task: NodeTask, rendezvous: Rendezvous, start_method: str
-) -> dict[str, Any]:
-    """Run ``rank_main`` in this node's ranks and return what failed: the rank, its exit code or signal.
+) -> LauncherReply:
+    """Run ``rank_main`` in this node's ranks and return what failed: the rank, and how it ended.
 
     Their logs go into the folder. ``server`` sends the answer on. Without a failure, the answer
     says that a rank ended without a result; that counts only if a result is missing. A failure with
@@ -97,7 +97,8 @@ def run(
         return {"failure": f"torch elastic: {type(error).__name__}: {error}"}
     exits = dict(agent.exits)
     if not exits:
-        exits = {rank: failure.exitcode for rank, failure in result.failures.items()}
+        for rank, failed in result.failures.items():
+            exits[rank] = failed.exitcode
     if not exits:
         return {"failure": "a rank ended without a result"}
     # Of several, one that a signal ended, or that reported nothing, is why the others failed.
@@ -118,9 +119,10 @@ def run(
 
 
 class Rendezvous(StaticTCPRendezvous):
-    """A rendezvous of nodes that are known beforehand. The store of the first listens on one address only.
+    """A rendezvous of nodes that are known beforehand.
 
-    The ranks use this store too, so none of them opens another.
+    The store of the first listens on one address only. The ranks use it too, so none of them opens
+    another.
     """
 
     def __init__(self, node_task: NodeTask) -> None:

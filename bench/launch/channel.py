@@ -17,6 +17,7 @@ import json
 import socket
 import struct
 import threading
+from collections.abc import Mapping
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
@@ -40,7 +41,7 @@ class Channel:
         self._sending = threading.Lock()
         self.fileno, self.close = connection.fileno, connection.close
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Mapping[str, object]) -> None:
         """Send a message. Raises LostError."""
         try:
             with self._sending:
@@ -56,10 +57,8 @@ class Channel:
             if not self._connection.poll(timeout_s):
                 return None
             message = json.loads(self._connection.recv_bytes(max_bytes))
-        except (
-            EOFError,
-            ConnectionResetError,
-        ) as error:  # a reset, if it ended before it had read everything
+        except (EOFError, ConnectionResetError) as error:
+            # A reset, if it ended before it had read everything.
             raise LostError("its process ended") from error
         except (OSError, ValueError, RecursionError) as error:
             raise LostError(f"the connection to it broke ({error})") from error

@@ -45,10 +45,10 @@ def arm(folder: Path, rank: int) -> None:
 
 
 def arm_flight_recorder(folder: Path) -> None:
-    """Make NCCL's process group write its last collectives on request. Call it before the group is created.
+    """Make NCCL's process group write its last collectives on request.
 
-    Sets the variables that torch 2.11 and later read: those with FR, and the older names, which its
-    pipe still uses.
+    Call it before the group is created. Sets the variables that torch 2.11 and later read: those
+    with FR, and the older names, which its pipe still uses.
     """
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         os.environ.setdefault(name, BUFFER)
@@ -66,7 +66,7 @@ def stacks_of(folder: Path, rank: int) -> Path:
 
 
 def flights(folder: Path) -> list[Path]:
-    """The Flight Recorder's files in the folder of a trial. They are pickles: keep them, never read them."""
+    """The Flight Recorder's files in the folder of a trial: pickles, to be kept and never read."""
     return sorted(path for path in folder.glob(f"{FLIGHT}*") if path.suffix != ".pipe")
 
 

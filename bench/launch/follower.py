@@ -1,7 +1,7 @@
-"""``bench run`` on each node but node 0: runs the node's ranks of each trial, as the controller on node 0 commands.
+"""``bench run`` on each node but node 0: runs the node's ranks of each trial.
 
-It ends when the controller says so, or by itself when that is gone for ``SILENT_S``. It leaves
-nothing behind.
+It does as the controller on node 0 commands, and ends when that says so, or by itself when that is
+gone for ``SILENT_S``. It leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ FILE_BYTES = 2**20
 """How much of the end of each log and dump travels to the controller."""
 
 
-def follow(place: Place, secret: bytes, about: Mapping[str, Any]) -> int:
-    """Join the job and do as the controller says; the exit status. Raises InputError if it cannot join."""
+def follow(place: Place, secret: bytes, about: Mapping[str, object]) -> int:
+    """Join the job and do as the controller says; the exit status.
+
+    Raises InputError if it cannot join.
+    """
     channel = _connect(place)
     try:
         channel.send({"node": place.node, "host": socket.gethostname()})
@@ -75,16 +78,14 @@ def _connect(place: Place) -> NodeChannel:
     deadline = time.monotonic() + JOIN_S
     while True:
         try:
-            return NodeChannel(
-                socket.create_connection(
-                    (job_nodes.address_of(place), place.port), timeout=RETRY_S * 10
-                )
-            )
+            end = (job_nodes.address_of(place), place.port)
+            return NodeChannel(socket.create_connection(end, timeout=RETRY_S * 10))
         except OSError as error:
             if time.monotonic() > deadline:
                 raise InputError(
-                    f"node {place.node} could not reach node 0 at {place.head} port {place.port} within {JOIN_S:g} s "
-                    f"({error.strerror or error}); is it started, and are MASTER_ADDR and MASTER_PORT its own?"
+                    f"node {place.node} could not reach node 0 at {place.head} port {place.port} "
+                    f"within {JOIN_S:g} s ({error.strerror or error}); is it started, and are "
+                    "MASTER_ADDR and MASTER_PORT its own?"
                 ) from error
             time.sleep(RETRY_S)
 
@@ -117,7 +118,7 @@ class _Follower(contextlib.AbstractContextManager["_Follower"]):
             if message["do"] != "ping":
                 self._channel.send({"id": message["id"], **self._answer(message)})
 
-    def _answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _answer(self, message: Mapping[str, Any]) -> dict[str, object]:
         """Carry out a command; its result, or the error."""
         try:
             asked = dict(message)
@@ -126,7 +127,7 @@ class _Follower(contextlib.AbstractContextManager["_Follower"]):
         except Exception as error:
             return {"error": str(error), "kind": type(error).__name__}
 
-    def _do(self, do: str, **given: Any) -> Any:
+    def _do(self, do: str, **given: Any) -> object:
         match do:
             case "open":
                 os.environ[EXTRA_BACKENDS] = given["backends"]
@@ -153,13 +154,12 @@ class _Follower(contextlib.AbstractContextManager["_Follower"]):
                 self._forget()
         return None
 
-    def _packed(self, report: NodeReport) -> dict[str, Any]:
+    def _packed(self, report: NodeReport) -> dict[str, object]:
         """The report of the ranks with their logs and dumps, if not all is well."""
         if self._folder is not None and not report.is_good:
             for path in _kept(self._folder):
-                report.files[str(path.relative_to(self._folder))] = base64.b64encode(
-                    end_of(path, FILE_BYTES)
-                ).decode()
+                name = str(path.relative_to(self._folder))
+                report.files[name] = base64.b64encode(end_of(path, FILE_BYTES)).decode()
         self._forget()
         return dataclasses.asdict(report)
 

@@ -1,4 +1,4 @@
-"""What runs need of the GPUs: driver, torch's build, NCCL, links between the GPUs, and nobody else who uses them."""
+"""What runs need of the GPUs: driver, torch's build, NCCL, links, and nobody else who uses them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple, TypedDict
 
 from bench.findings import Finding, Level, error, good, warning
 from bench.launch import gpus
 from bench.launch.nvml import Nvml, NvmlUnavailableError
-from bench.launch.torch_facts import TorchFacts
+from bench.launch.torch_facts import TorchDevice, TorchFacts
 
 SHM_BYTES, SHM_LEAST_BYTES = 2**30, 64 * 2**20
 """Size of /dev/shm that NCCL may want for eight GPUs without peer access, and a container's
@@ -24,6 +24,18 @@ BUILDS = ((12, 6), (13, 0))
 """Versions of CUDA for which every tested torch has a build."""
 ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)([a-z]?)")
 """Kernels as torch names them: sm_90, sm_90a, compute_90."""
+
+
+class SeenGpu(TypedDict):
+    """A GPU of this machine."""
+
+    name: str
+    uuid: str
+    visible: bool
+    num_processes: int | None
+    """Processes that compute on it; None if they cannot be listed."""
+    mig: bool
+    """Whether it is split into instances."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,15 +49,13 @@ class GpuFacts:
     driver: str = ""
     driver_cuda: tuple[int, int] | None = None
     """The newest CUDA that the driver can run."""
-    gpus: Sequence[Mapping[str, Any]] = ()
-    """name, uuid, whether it is ``visible``, ``num_processes`` that compute on it, and ``mig``,
-    whether it is split."""
+    gpus: Sequence[SeenGpu] = ()
     environment: Mapping[str, str]
     shm_bytes: int | None
     """Size of /dev/shm."""
 
     @property
-    def visible(self) -> list[Mapping[str, Any]]:
+    def visible(self) -> list[SeenGpu]:
         return [gpu for gpu in self.gpus if gpu["visible"]]
 
     @property
@@ -59,27 +69,27 @@ class GpuFacts:
 def gather(torch: TorchFacts | None) -> GpuFacts:
     """The facts of this machine: GPUs as NVML reports them, or where it does not answer, torch."""
     driver, driver_cuda, nvml_error = "", None, ""
-    found: list[Mapping[str, Any]] = []
+    found: list[SeenGpu] = []
     try:
         with Nvml() as nvml:
             driver, driver_cuda = nvml.driver, nvml.cuda
             visible = {gpu["uuid"] for gpu in gpus.gpus()}
             for gpu in nvml.gpus:
+                seen: SeenGpu = {
+                    "name": gpu.about()["name"],
+                    "uuid": gpu.uuid,
+                    "visible": gpu.uuid in visible,
+                    "num_processes": None,
+                    "mig": bool(gpu.ask("mig")),
+                }
                 pids = gpu.sample(processes=True)["pids"]
-                found.append(
-                    {
-                        "name": gpu.about()["name"],
-                        "uuid": gpu.uuid,
-                        "visible": gpu.uuid in visible,
-                        "num_processes": None if pids is None else len(pids),
-                        "mig": bool(gpu.ask("mig")),
-                    }
-                )
+                if pids is not None:
+                    seen["num_processes"] = len(pids)
+                found.append(seen)
     except NvmlUnavailableError as problem:
         nvml_error = str(problem)
         if torch is not None:
-            unknown = {"visible": True, "num_processes": None, "mig": False}
-            found = [{"name": gpu["name"], "uuid": gpu["uuid"], **unknown} for gpu in torch.devices]
+            found = [_as_seen(device) for device in torch.devices]
     shm, shm_bytes = Path("/dev/shm"), None
     if shm.exists():
         shm_bytes = shutil.disk_usage(shm).total
@@ -93,6 +103,17 @@ def gather(torch: TorchFacts | None) -> GpuFacts:
         environment=os.environ,
         shm_bytes=shm_bytes,
     )
+
+
+def _as_seen(device: TorchDevice) -> SeenGpu:
+    """A GPU of which torch alone tells."""
+    return {
+        "name": device["name"],
+        "uuid": device["uuid"],
+        "visible": True,
+        "num_processes": None,
+        "mig": False,
+    }
 
 
 def _dotted(numbers: Sequence[int]) -> str:
@@ -122,7 +143,10 @@ def driver(facts: GpuFacts) -> Iterator[Finding]:
             what += f", for CUDA up to {_dotted(facts.driver_cuda)}"
         yield good("gpu", what)
     elif facts.device_nodes:
-        fix = "see nvidia-smi; reboot after a driver update; in a container, pass the GPUs in (--gpus all)"
+        fix = (
+            "see nvidia-smi; reboot after a driver update; in a container, pass the GPUs in "
+            "(--gpus all)"
+        )
         if "pynvml" in facts.nvml_error:
             fix = "pip install nvidia-ml-py"
         yield error(
@@ -169,35 +193,53 @@ def build(facts: GpuFacts) -> Iterator[Finding]:
         yield good(
             "cuda", f"torch {torch.version} uses {len(torch.devices)}, built for {torch.built_for}"
         )
+    if not torch.cuda:
+        return
     kernels = _kernels(torch)
-    for capability in sorted(
-        {tuple(device["capability"]) for device in torch.devices if torch.cuda}
-    ):
-        if not any(_runs(capability, *kernel) for kernel in kernels):
-            what = (
-                f"torch {torch.version} has no kernels for compute capability {_dotted(capability)}"
+    for capability in sorted({tuple(device["capability"]) for device in torch.devices}):
+        if any(_runs(capability, kernel) for kernel in kernels):
+            continue
+        what = f"torch {torch.version} has no kernels for compute capability {_dotted(capability)}"
+        newest = max((kernel.built_for for kernel in kernels), default=(0, 0))
+        fix = "install a torch that is older"
+        if capability > newest:
+            fix = "install a torch that is newer"
+        yield error("cuda", f"{what} (it has {', '.join(torch.architectures)}): {fix}")
+
+
+class KernelKind(NamedTuple):
+    """An architecture that torch has kernels for, such as sm_90a."""
+
+    is_ptx: bool
+    """Whether the driver compiles them for later GPUs."""
+    built_for: tuple[int, int]
+    """Compute capability."""
+    is_special: bool
+    """Whether they run on that very GPU alone."""
+
+
+def _kernels(torch: TorchFacts) -> list[KernelKind]:
+    """Each architecture that torch has kernels for and that is named as usual."""
+    found: list[KernelKind] = []
+    for name in torch.architectures:
+        match = ARCHITECTURE.fullmatch(name)
+        if match is not None:
+            kind, major, minor, special = match.groups()
+            found.append(
+                KernelKind(kind == "compute", (int(major), int(minor)), is_special=bool(special))
             )
-            newest = max(
-                ((int(major), int(minor)) for _, major, minor, _ in kernels), default=(0, 0)
-            )
-            fix = "install a torch that is older"
-            if capability > newest:
-                fix = "install a torch that is newer"
-            yield error("cuda", f"{what} (it has {', '.join(torch.architectures)}): {fix}")
+    return found
 
 
-def _kernels(torch: TorchFacts) -> list[tuple[str, ...]]:
-    """Kind, major and minor version, and what is special, of each architecture that torch has kernels for."""
-    matches = map(ARCHITECTURE.fullmatch, torch.architectures)
-    return [match.groups() for match in matches if match]
+def _runs(capability: tuple[int, ...], kernel: KernelKind) -> bool:
+    """Whether kernels run on a GPU.
 
-
-def _runs(capability: tuple[int, ...], kind: str, major: str, minor: str, special: str) -> bool:
-    """Whether kernels run on a GPU: binaries on their major version from their minor one on, PTX on all later ones."""
-    built = int(major), int(minor)
-    if special:  # sm_90a: for that very GPU
-        return built == capability
-    return built <= capability and (kind == "compute" or built[0] == capability[0])
+    Binaries do on their major version from their minor one on, PTX on all later ones.
+    """
+    if kernel.is_special:
+        return kernel.built_for == capability
+    is_later = kernel.built_for <= capability
+    return is_later and (kernel.is_ptx or kernel.built_for[0] == capability[0])
 
 
 def nccl(facts: GpuFacts) -> Iterator[Finding]:
@@ -222,8 +264,14 @@ def peers(facts: GpuFacts) -> Iterator[Finding]:
         some = ", ".join(f"{a}-{b}" for a, b in pairs[:4])
         if len(pairs) > 4:
             some += " ..."
-        what = f"GPUs {some} cannot access each other's memory, so their traffic goes through host memory"
-        fix = "turn off the IOMMU and PCIe ACS (nvidia-smi topo -p2p r shows more), or mention it with the times"
+        what = (
+            f"GPUs {some} cannot access each other's memory, so their traffic goes through "
+            "host memory"
+        )
+        fix = (
+            "turn off the IOMMU and PCIe ACS (nvidia-smi topo -p2p r shows more), or mention it "
+            "with the times"
+        )
         yield warning("p2p", f"{what}: {fix}")
     elif len(torch.devices) > 1:
         yield good("p2p", "all GPUs can access each other's memory")
@@ -256,7 +304,10 @@ def alone(facts: GpuFacts) -> Iterator[Finding]:
             fix = "end it (nvidia-smi lists it), or choose another GPU with CUDA_VISIBLE_DEVICES"
             yield warning("gpu", f"{who} on {gpu['uuid']}, so times are not comparable: {fix}")
         if gpu["mig"]:
-            what = "is split into MIG instances, so power, clocks and processes are those of the whole GPU"
+            what = (
+                "is split into MIG instances, so power, clocks and processes are those of the "
+                "whole GPU"
+            )
             yield warning("gpu", f"{gpu['uuid']} {what}: nvidia-smi -i {gpu['uuid']} -mig 0")
     counts = [gpu["num_processes"] for gpu in facts.visible]
     if None in counts and not facts.nvml_error:

@@ -6,7 +6,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
-from typing import Any
+from types import FrameType
 
 
 class _State:
@@ -48,7 +48,7 @@ def held() -> Iterator[None]:
             raise KeyboardInterrupt
 
 
-def _interrupt(signum: int, frame: Any) -> None:
+def _interrupt(signum: int, frame: FrameType | None) -> None:
     if _State.holding:
         _State.pending = True
         return

@@ -1,6 +1,7 @@
-"""Which node of a job this process is, read from the variables of what started it: one process on each node.
+"""Which node of a job this process is, read from the variables of what started it.
 
-The head's address comes from MASTER_ADDR where that is set, and its port from MASTER_PORT.
+There is one process on each node. The head's address comes from MASTER_ADDR where that is set, and
+its port from MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ SECRET_CHARACTERS = 16
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The variables in which something that starts jobs describes them; it is recognized if the first three are set."""
+    """The variables in which something that starts jobs describes them.
+
+    It is recognized if the first three are set.
+    """
 
     name: str
     node: str
@@ -83,7 +87,10 @@ class Place:
 
 
 def here(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """The place of this process; None if its job has one node. Raises InputError naming the variable."""
+    """The place of this process; None if its job has one node.
+
+    Raises InputError naming the variable that is wrong.
+    """
     get = environment.get
     for engine in ENGINES:
         if not (get(engine.node) and get(engine.num_nodes) and get(engine.head)):
@@ -94,14 +101,16 @@ def here(environment: Mapping[str, str] = os.environ) -> Place | None:
         node = _number(environment, engine.node)
         if node >= num_nodes:
             raise InputError(
-                f"{engine.node} is {node}, and {engine.num_nodes} is {num_nodes}; nodes count from 0"
+                f"{engine.node} is {node}, and {engine.num_nodes} is {num_nodes}; nodes count "
+                "from 0"
             )
         needed = 1
         if engine.in_all:
             needed = num_nodes
         if engine.processes and (found := get(engine.processes, "not set")) != str(needed):
             raise InputError(
-                f"{engine.processes} is {found}, and must be {needed}: start one process on each node"
+                f"{engine.processes} is {found}, and must be {needed}: start one process on each "
+                "node"
             )
         head = get("MASTER_ADDR") or get("PET_MASTER_ADDR")
         if not head:
@@ -118,13 +127,13 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def _first_host(listed: str) -> str:
-    """The first of several hosts: one on each line, or Slurm's ``n[01-04,7],m2``, whose first one is ``n01``."""
+    """The first of several hosts: one on each line, or as in Slurm's ``n[01-04,7],m2``."""
     first = listed.split(maxsplit=1)[0]
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first).split(",")[0]
 
 
 def _port(environment: Mapping[str, str], engine: Engine) -> int:
-    """The port of the controller. torchrun's own store has MASTER_PORT, so the next one is taken there."""
+    """The port of the controller; under torchrun the one after its own store's, MASTER_PORT."""
     for name in ("MASTER_PORT", "PET_MASTER_PORT"):
         if environment.get(name):
             return _number(environment, name) + (engine.name == TORCHRUN)
@@ -135,7 +144,10 @@ def _port(environment: Mapping[str, str], engine: Engine) -> int:
 
 
 def secret(environment: Mapping[str, str] = os.environ) -> bytes:
-    """The secret of the job. Raises InputError if it is missing or short, or if others can read its file."""
+    """The secret of the job.
+
+    Raises InputError if it is missing or short, or if others can read its file.
+    """
     found = environment.get(SECRET, "")
     if found.startswith("/"):
         path = Path(found)
@@ -152,14 +164,18 @@ def secret(environment: Mapping[str, str] = os.environ) -> bytes:
             )
     if len(found) < SECRET_CHARACTERS:
         raise InputError(
-            f"{SECRET}: a job of several nodes needs a secret of at least {SECRET_CHARACTERS} characters, the same on "
-            f"each: export {SECRET}=$(openssl rand -hex 16) before they are started"
+            f"{SECRET}: a job of several nodes needs a secret of at least {SECRET_CHARACTERS} "
+            f"characters, the same on each: export {SECRET}=$(openssl rand -hex 16) before they "
+            "are started"
         )
     return found.encode()
 
 
 def address_of(place: Place) -> str:
-    """The head's address in numbers. Raises InputError if it is unknown, or one that other nodes cannot reach."""
+    """The head's address in numbers.
+
+    Raises InputError if it is unknown, or one that other nodes cannot reach.
+    """
     try:
         found = str(socket.getaddrinfo(place.head, place.port, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:
@@ -168,8 +184,8 @@ def address_of(place: Place) -> str:
         ) from error
     if ipaddress.ip_address(found).is_loopback and place.head[0].isalpha():
         raise InputError(
-            f"MASTER_ADDR: '{place.head}' is {found} on node {place.node}, which no other node can reach; set it to an "
-            "address in numbers"
+            f"MASTER_ADDR: '{place.head}' is {found} on node {place.node}, which no other node can "
+            "reach; set it to an address in numbers"
         )
     return found
 
@@ -195,12 +211,13 @@ def check_interfaces() -> None:
         if value.startswith("^"):  # NCCL: all but these
             continue
         # NCCL takes prefixes, unless '=' stands before them.
-        exact = name.startswith("GLOO") or value.startswith("=")
+        is_exact = name.startswith("GLOO") or value.startswith("=")
         for wanted in filter(None, value.removeprefix("=").split(",")):
-            if not any(
-                has == wanted.partition(":")[0] if exact else has.startswith(wanted)
-                for has in known
-            ):
+            if is_exact:
+                is_known = wanted.partition(":")[0] in known
+            else:
+                is_known = any(has.startswith(wanted) for has in known)
+            if not is_known:
                 raise InputError(
                     f"{name} is '{value}', and the interfaces here are {', '.join(known)}"
                 )

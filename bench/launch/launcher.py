@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from bench.backends.base import place_of, registry
 from bench.files import ROOT
@@ -26,7 +26,7 @@ from bench.launch.channel import LostError
 from bench.launch.node import ForkError, Node
 from bench.launch.node_task import NodeReport, NodeTask
 from bench.launch.nodes import Nodes, RemoteNode
-from bench.launch.outcome import Ending, Outcome, judge
+from bench.launch.outcome import Ending, Outcome, RankJson, judge
 from bench.launch.process import LauncherError
 from bench.launch.watchdog import Sight, Watch, excessive
 from bench.plan.cell import Device, Status
@@ -42,10 +42,10 @@ and say why."""
 
 
 class Launcher:
-    """Runs trials, one at a time. Use as a context manager; ``close`` leaves no process behind on any node.
+    """Runs trials, one at a time. ``close`` leaves no process behind on any node.
 
-    As a context it locks the visible GPUs against other benches, and raises InputError if another
-    one uses them.
+    Use it as a context manager: it locks the visible GPUs against other benches, and raises
+    InputError if another one uses them.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class Launcher:
             self._own.release()
 
     def run(self, task: Task, timeout_s: float, inactivity_s: float = 0.0) -> Outcome:
-        """Run one trial to its end, or end it after ``timeout_s``, or after ``inactivity_s`` without progress.
+        """Run one trial to its end, or end it after one of the limits; the calling thread sleeps.
 
-        The calling thread sleeps meanwhile. Raises LauncherError if the launcher's process does not
-        start.
+        The limits are ``timeout_s`` in all, and ``inactivity_s`` without progress. Raises
+        LauncherError if the launcher's process does not start.
 
         Ranks start cold wherever a forked process cannot use the device; the outcome says so. A
         trial on a node that is lost is ``interrupted``, so that it runs again when the run is
@@ -128,7 +128,10 @@ class Launcher:
             )
 
     def prepare(self, backends: Iterable[str]) -> None:
-        """Start the processes from which later trials of these backends are forked; other nodes wait by themselves."""
+        """Start the processes from which later trials of these backends are forked.
+
+        Other nodes wait for theirs by themselves.
+        """
         every = set(map(self._packages, backends))
         if every:
             for node in self._nodes:
@@ -145,7 +148,10 @@ class Launcher:
     def _start(
         self, task: Task, nodes: Sequence[Node | RemoteNode], packages: tuple[str, ...]
     ) -> _Trial:
-        """A trial whose ranks can begin at once: on every node the processes from which they are forked are ready."""
+        """A trial whose ranks can begin at once.
+
+        On every node the processes from which they are forked are ready.
+        """
         for node in reversed(nodes):
             node.start([packages], cold=self._cold)
         for node in nodes:
@@ -180,11 +186,12 @@ class _Trial:
         self._packages = packages
         self._num_ranks = task.num_processes // len(nodes)
         """Ranks on each node."""
-        self._names = [f"rank {rank}" for rank in range(task.num_processes)]
-        if len(nodes) > 1:
-            self._names = [
-                f"rank {r} on {nodes[r // self._num_ranks].name}" for r in range(task.num_processes)
-            ]
+        self._names: list[str] = []
+        for rank in range(task.num_processes):
+            name = f"rank {rank}"
+            if len(nodes) > 1:
+                name += f" on {nodes[rank // self._num_ranks].name}"
+            self._names.append(name)
         self._sights: dict[int, Sight] = {}
         self._reports: dict[int, NodeReport] = {}
         """Both by the number of the node."""
@@ -233,7 +240,7 @@ class _Trial:
                 node_task = replace(node_task, port=port)
 
     def _wait(self, watch: Watch) -> Ending | None:
-        """Wait until all ranks have ended, or some have failed; or the reason to end the trial early."""
+        """Wait until all ranks have ended, or some have failed; or why to end the trial early."""
         settled = math.inf
         while True:
             self._look()
@@ -257,13 +264,15 @@ class _Trial:
         """The numbers of the nodes whose ranks have not ended."""
         return [number for number in range(len(self._nodes)) if number not in self._reports]
 
-    def _end(self, *, dump: bool) -> list[dict[str, Any] | None]:
+    def _end(self, *, dump: bool) -> list[RankJson | None]:
         """End the ranks that still run, and return what each rank wrote by itself."""
-        heard = {rank for sight in self._sights.values() for rank in sight.written}
+        heard: set[int] = set()
+        for sight in self._sights.values():
+            heard.update(sight.written)
         running = self._running
         for number in reversed(running):
             self._reports[number] = self._nodes[number].end(dump=dump)
-        results: list[dict[str, Any] | None] = []
+        results: list[RankJson | None] = []
         for number in range(len(self._nodes)):
             results += self._reports[number].results
         for rank in range(len(results)):
@@ -271,7 +280,7 @@ class _Trial:
                 results[rank] = None
         return results
 
-    def _ending(self, results: Sequence[dict[str, Any] | None]) -> Ending:
+    def _ending(self, results: Sequence[RankJson | None]) -> Ending:
         """Why the ranks ended by themselves.
 
         Of several nodes: the one with a rank that a signal ended, or that reported nothing, is why

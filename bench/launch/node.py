@@ -1,4 +1,4 @@
-"""The ranks of one node: its launcher's process with its fork servers, and the part of a trial that they run.
+"""The ranks of one node: its launcher's process, and the part of a trial that they run.
 
 The bench's own process stays small and mostly asleep: it holds a ``Node`` and looks now and then at
 the ranks (``watchdog``). The launcher's process (``server``) imports torch, runs torch elastic's
@@ -14,12 +14,11 @@ import dataclasses
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from bench.files import ROOT
 from bench.launch import gpus, job_nodes, outcome
-from bench.launch.node_task import NodeReport, NodeTask
-from bench.launch.outcome import Ending
+from bench.launch.node_task import LauncherReply, NodeReport, NodeTask
+from bench.launch.outcome import Ending, RankJson
 from bench.launch.process import LauncherProcess
 from bench.launch.telemetry import Telemetry
 from bench.launch.watchdog import Ranks, Sight
@@ -27,7 +26,8 @@ from bench.measure import apart, heartbeat
 from bench.plan.cell import Device, Status
 
 CLOCK_STEP_S = 0.01
-"""By how much the clock of files may move against one that nobody sets, in seconds; what slews one slews both."""
+"""By how much the clock of files may move against one that nobody sets, in seconds; what slews one
+slews both."""
 
 
 class ForkError(RuntimeError):
@@ -35,7 +35,10 @@ class ForkError(RuntimeError):
 
 
 class Node:
-    """This node. Between ``open`` and ``release`` it locks the visible GPUs; ``close`` leaves no process behind."""
+    """This node.
+
+    Between ``open`` and ``release`` it locks the visible GPUs; ``close`` leaves no process behind.
+    """
 
     lost = ""
 
@@ -50,16 +53,17 @@ class Node:
         self._locks = contextlib.ExitStack()
         self._node_task: NodeTask
         self._ranks: Ranks
-        self._answer: dict[str, Any] | None = None
+        self._answer: LauncherReply | None = None
 
     def open(self, device: Device) -> bool:
-        """Lock the GPUs against other benches, if trials run on them; whether ranks can only start cold.
+        """Lock the GPUs, if trials run on them; whether ranks can only start cold.
 
         One that runs other code is beside another node of this process, which has the lock.
         Raises InputError if another bench uses a GPU.
         """
         self._device, self._server = device, LauncherProcess(device, self._interface, self._code)
-        self._telemetry, visible = None, []
+        self._telemetry = None
+        visible: list[gpus.VisibleGpu] = []
         if device is Device.CUDA:
             self._telemetry, visible = Telemetry(), gpus.gpus()
         if self._code == ROOT:
@@ -72,7 +76,7 @@ class Node:
         self._locks.close()
 
     def start(self, every: Iterable[tuple[str, ...]], *, cold: bool) -> None:
-        """Start the launcher's process, unless it runs, and have it load sets of packages, unless it has."""
+        """Start the launcher's process, unless it runs, and have it load these sets of packages."""
         self._server.start(every, cold=cold)
 
     def ready(self) -> None:
@@ -84,12 +88,16 @@ class Node:
         if by and self._device is Device.CUDA:
             raise ForkError(
                 f"importing {by} initializes CUDA here, and no forked process can use it then: "
-                "from now on every trial starts from a new interpreter, as with --cold, which takes some seconds more"
+                "from now on every trial starts from a new interpreter, as with --cold, which "
+                "takes some seconds more"
             )
 
     @property
     def scratch(self) -> Path:
-        """A folder for the trials of a follower, which does not exist yet; removed even if this process is killed."""
+        """A folder for the trials of a follower, which does not exist yet.
+
+        It is removed even if this process is killed.
+        """
         return Path(self._server.scratch)
 
     def begin(self, node_task: NodeTask) -> int:
@@ -103,10 +111,12 @@ class Node:
         self._node_task, self._ranks, self._answer = node_task, Ranks(folder, node_task.ranks), None
         self._kills, self._began = outcome.counters(), time.monotonic()
         self._clock_offset = time.time() - time.monotonic()
-        reply = self._server.ask(dataclasses.asdict(node_task)) or {"died": True}
+        reply = self._server.ask(dataclasses.asdict(node_task))
+        if reply is None:
+            reply = {"died": True}
         if "port" not in reply:
             self._answer = reply
-        return int(reply.get("port", 0))
+        return reply.get("port", 0)
 
     def fileno(self) -> int:
         """A file that becomes readable when the ranks have ended."""
@@ -128,14 +138,11 @@ class Node:
         self._server.close()
         return self._report({"failure": ""})
 
-    def _report(self, answer: dict[str, Any]) -> NodeReport:
+    def _report(self, answer: LauncherReply) -> NodeReport:
         """The report of the ranks, after ending what has to end with them."""
         node_task, folder = self._node_task, self._ranks.folder
-        rank, failure, number = (
-            answer.get("rank"),
-            answer.get("failure", ""),
-            answer.get("signal", 0),
-        )
+        rank = answer.get("rank")
+        failure, number = answer.get("failure", ""), answer.get("signal", 0)
         if answer.get("died"):
             failure, number = self._server.death()
         if answer.get("died") or answer.get("spent"):
@@ -150,9 +157,11 @@ class Node:
             killed_for_memory=outcome.moved(self._kills, outcome.counters()),
             last_lines=last_lines,
         )
-        recording = None
+        recorded, recording = None, None
         if self._telemetry is not None:
-            recording = self._telemetry.stop()
+            recorded = self._telemetry.stop()
+        if recorded is not None:
+            recording = dict(recorded)
         return NodeReport(
             results=[self._result(rank) for rank in node_task.ranks],
             ending=ending,
@@ -161,8 +170,11 @@ class Node:
             recording=recording,
         )
 
-    def _result(self, rank: int) -> dict[str, Any] | None:
-        """What a rank wrote. The time of a failure counts from the begin of the trial: nodes have different clocks."""
+    def _result(self, rank: int) -> RankJson | None:
+        """What a rank wrote.
+
+        The time of a failure counts from the begin of the trial: nodes have different clocks.
+        """
         folder = self._ranks.folder
         result = outcome.read(folder / f"rank{rank}.json")
         if result is None:

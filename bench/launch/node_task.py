@@ -1,13 +1,31 @@
-"""What one node does in a trial, and what it reports: the words between the launcher and its nodes, plain JSON."""
+"""What one node does in a trial, and what it reports: plain JSON between launcher and nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
-from bench.launch.outcome import Ending
+from bench.launch.outcome import Ending, RankJson
 from bench.plan.cell import Status
+
+
+class LauncherReply(TypedDict, total=False):
+    """What a launcher's process answers: that it is ready, or what becomes of a trial."""
+
+    ready: bool
+    initialized_by: str
+    """The module that initialized CUDA; empty if none did."""
+    port: int
+    """Of the trial's store, which listens."""
+    failure: str
+    """What ended the trial. If ``rank`` is there, it lacks the rank's name."""
+    rank: int
+    signal: int
+    spent: bool
+    """Whether one of its helpers was killed, so that it cannot run another trial."""
+    died: bool
+    """Whether the process has ended, and said nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +58,7 @@ class NodeTask:
 class NodeReport:
     """How the ranks of one node ended."""
 
-    results: Sequence[dict[str, Any] | None]
+    results: Sequence[RankJson | None]
     """What each rank wrote."""
     ending: Ending
     """Its failure lacks the name of the rank."""

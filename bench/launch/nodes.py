@@ -35,7 +35,8 @@ from bench.launch.watchdog import Sight
 from bench.plan.cell import Device
 
 MOST_STRANGERS = 64
-"""Connections at a time that have not proved yet that they know the secret: the nodes of a large job, all at once."""
+"""Connections at a time that have not proved yet that they know the secret: the nodes of a large
+job, all at once."""
 STRANGER_S = 10.0
 """How long such a connection may last."""
 MOST_LINES = 20
@@ -44,8 +45,10 @@ JOIN_S = 50.0
 """How long the controller waits for the other nodes at the start, and they for it."""
 ANSWER_S = 60.0
 """How long another node may take to do as it is told."""
-ERRORS = {kind.__name__: kind for kind in (InputError, ForkError)}
+ERRORS: dict[str, type[Exception]] = {"InputError": InputError, "ForkError": ForkError}
 """Errors that travel from another node; any other means that it is lost."""
+About = Mapping[str, Any]
+"""What a node says of itself: its versions, its GPUs, and why it cannot be used; parsed JSON."""
 
 
 class RemoteNode:
@@ -55,9 +58,7 @@ class RemoteNode:
     nothing.
     """
 
-    def __init__(
-        self, number: int, host: str, channel: NodeChannel, about: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, number: int, host: str, channel: NodeChannel, about: About) -> None:
         self.number, self.name, self.address = number, f"node {number} ({host})", channel.address
         self.about = about
         self.lost = ""
@@ -110,11 +111,11 @@ class RemoteNode:
         self.channel.close()
         raise LostError(self.lost)
 
-    def _call(self, do: str, **arguments: Any) -> Any:
+    def _call(self, do: str, **arguments: object) -> Any:
         self._ask(do, **arguments)
         return self._answer(ANSWER_S)
 
-    def _ask(self, do: str, **arguments: Any) -> None:
+    def _ask(self, do: str, **arguments: object) -> None:
         self._asked += 1
         with contextlib.suppress(LostError):  # waiting for the answer says why
             self.channel.send({"do": do, "id": self._asked, **arguments})
@@ -122,7 +123,7 @@ class RemoteNode:
     def _answer(self, limit_s: float) -> Any:
         """The answer to what was last asked."""
         deadline = time.monotonic() + limit_s
-        answer: dict[str, Any] | None = None
+        answer: Mapping[str, Any] | None = None
         while answer is None or answer.get("id") != self._asked:
             if (left := deadline - time.monotonic()) <= 0:
                 self.lose(f"it has not answered for {limit_s:g} s")
@@ -137,7 +138,7 @@ class RemoteNode:
             self.lose(text)
         raise ERRORS[answer["kind"]](f"{self.name}: {text}")
 
-    def _report(self, answer: Any) -> NodeReport:
+    def _report(self, answer: object) -> NodeReport:
         """The report in an answer, after writing its files into the folder of the trial."""
         try:
             report = validation.read(NodeReport, answer)
@@ -167,7 +168,7 @@ class Stranger:
 class Nodes(contextlib.AbstractContextManager["Nodes"]):
     """The other nodes of a job. As a context, it listens on the head's address until the end."""
 
-    def __init__(self, place: Place, secret: bytes, about: Mapping[str, Any]) -> None:
+    def __init__(self, place: Place, secret: bytes, about: About) -> None:
         self.address = job_nodes.address_of(place)
         self.nodes: list[RemoteNode] = []
         """Nodes 1, 2, ..., once ``gather`` has returned."""
@@ -185,8 +186,9 @@ class Nodes(contextlib.AbstractContextManager["Nodes"]):
             self._listener = socket.create_server((self.address, place.port), family=family)
         except OSError as error:
             raise InputError(
-                f"MASTER_ADDR, MASTER_PORT: node 0 cannot listen on {self.address} port {place.port} "
-                f"({error.strerror}); set them to an address of the first node and a free port"
+                f"MASTER_ADDR, MASTER_PORT: node 0 cannot listen on {self.address} "
+                f"port {place.port} ({error.strerror}); set them to an address of the first node "
+                "and a free port"
             ) from error
         self._listener.settimeout(PING_S)
         threading.Thread(target=self._listen, name="nodes", daemon=True).start()
@@ -203,7 +205,10 @@ class Nodes(contextlib.AbstractContextManager["Nodes"]):
                 node.channel.close()
 
     def gather(self) -> None:
-        """Wait until every node has joined. Raises InputError naming the node that did not, or cannot."""
+        """Wait until every node has joined.
+
+        Raises InputError naming the node that did not, or cannot.
+        """
         deadline = time.monotonic() + JOIN_S
         found: dict[int, RemoteNode] = {}
         missing = set(range(1, self._place.num_nodes))
@@ -215,9 +220,8 @@ class Nodes(contextlib.AbstractContextManager["Nodes"]):
             if isinstance(node, InputError):
                 raise node
             if node.number in found:
-                raise InputError(
-                    f"{node.name}: node {node.number} has joined already, as {found[node.number].name}"
-                )
+                other = found[node.number].name
+                raise InputError(f"{node.name}: node {node.number} has joined already, as {other}")
             found[node.number] = node
             self.nodes = [found[number] for number in sorted(found)]
             missing.discard(node.number)
@@ -227,7 +231,10 @@ class Nodes(contextlib.AbstractContextManager["Nodes"]):
         found = f"node {number} of {self._place.num_nodes} did not join within {JOIN_S:g} s; "
         for address, why in self._refused.items():
             found += f"node 0 refused {plain(address)}: {why}; "
-        return f"{found}see what it printed, and whether it can connect to {self.address} port {self._place.port}"
+        return (
+            f"{found}see what it printed, and whether it can connect to {self.address} "
+            f"port {self._place.port}"
+        )
 
     def welcome_back(self, device: Device) -> None:
         """Take in nodes that were lost and have come again."""
@@ -292,7 +299,7 @@ class Nodes(contextlib.AbstractContextManager["Nodes"]):
         self._forget(number)
 
     def _say_refused(self, address: str, why: str) -> None:
-        """One line for each address, and no more than MOST_LINES: a stranger cannot fill the log."""
+        """One line per address, and no more than MOST_LINES: a stranger cannot fill the log."""
         if address not in self._refused and len(self._refused) < MOST_LINES:
             self._refused[address] = why
             print(f"bench: node 0 refused {plain(address)}: {plain(why)}", file=sys.stderr)
@@ -325,7 +332,7 @@ class Nodes(contextlib.AbstractContextManager["Nodes"]):
             channel.close()
             self._arrived.put(InputError(f"{who}: {refusal}"))
 
-    def _refusal(self, number: int, about: Mapping[str, Any]) -> str:
+    def _refusal(self, number: int, about: About) -> str:
         """Why this node cannot take part; empty if it can."""
         if about.get("error"):
             return str(about["error"])
@@ -340,7 +347,11 @@ class Nodes(contextlib.AbstractContextManager["Nodes"]):
         theirs = about.get("versions", {})
         for name, version in self._about["versions"].items():
             if theirs.get(name) != version:
-                return f"{name} is {theirs.get(name)}, and {version} on node 0; install the same on every node"
-        if (num := len(about.get("gpus", ()))) != len(self._about["gpus"]):
-            return f"it has {num} GPUs, and node 0 has {len(self._about['gpus'])}; all nodes need the same number"
+                return (
+                    f"{name} is {theirs.get(name)}, and {version} on node 0; install the same on "
+                    "every node"
+                )
+        num, num_here = len(about.get("gpus", ())), len(self._about["gpus"])
+        if num != num_here:
+            return f"it has {num} GPUs, and node 0 has {num_here}; all nodes need the same number"
         return ""

@@ -1,4 +1,4 @@
-"""NVML, what NVIDIA's driver reports of its GPUs. The only module that asks it; does not import torch.
+"""NVML, what NVIDIA's driver reports of its GPUs: the only module that asks it, without torch.
 
 Limits of NVML: power is an average over one second on Ampere (other than GA100) and later
 (nvmlDeviceGetPowerUsage), so the energy counter describes short windows better; it counts since the
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict
 
 REASONS = {
     0x1: "GpuIdle",
@@ -38,10 +38,21 @@ found."""
 
 def _reasons(bits: int) -> list[str]:
     """Names of the set bits, in order; an unknown bit as a hex number."""
-    return [REASONS.get(1 << i, hex(1 << i)) for i in range(bits.bit_length()) if bits >> i & 1]
+    found: list[str] = []
+    for place in range(bits.bit_length()):
+        bit = 1 << place
+        if bits & bit:
+            found.append(REASONS.get(bit, hex(bit)))
+    return found
 
 
-def _pids(processes: Iterable[Any]) -> list[int]:
+class _Process(Protocol):
+    """A process on a GPU, as NVML lists it."""
+
+    pid: int
+
+
+def _pids(processes: Iterable[_Process]) -> list[int]:
     return sorted({int(process.pid) for process in processes})
 
 
@@ -54,33 +65,76 @@ def _current(modes: Sequence[int]) -> bool:
     return bool(modes[0])
 
 
-Query = tuple[Callable[[Any], Any], str, *tuple[int, ...]]
-"""Conversion to SI units, the rest of ``nvmlDeviceGet...``, and its arguments."""
-SAMPLED: dict[str, Query] = {
-    "energy_j": (_thousandth, "TotalEnergyConsumption"),
-    "power_w": (_thousandth, "PowerUsage"),
-    "sm_clock_mhz": (int, "ClockInfo", _CLOCK_SM),
-    "memory_clock_mhz": (int, "ClockInfo", _CLOCK_MEMORY),
-    "temperature_c": (int, "Temperature", _SENSOR_GPU),
-    "throttle": (_reasons, "CurrentClocksEventReasons"),
+class NvmlQuery(NamedTuple):
+    """A question to NVML about a GPU."""
+
+    convert: Callable[[Any], object]
+    """Makes SI units of the answer."""
+    function: str
+    """The rest of ``nvmlDeviceGet...``."""
+    arguments: tuple[int, ...] = ()
+
+
+SAMPLED = {
+    "energy_j": NvmlQuery(_thousandth, "TotalEnergyConsumption"),
+    "power_w": NvmlQuery(_thousandth, "PowerUsage"),
+    "sm_clock_mhz": NvmlQuery(int, "ClockInfo", (_CLOCK_SM,)),
+    "memory_clock_mhz": NvmlQuery(int, "ClockInfo", (_CLOCK_MEMORY,)),
+    "temperature_c": NvmlQuery(int, "Temperature", (_SENSOR_GPU,)),
+    "throttle": NvmlQuery(_reasons, "CurrentClocksEventReasons"),
 }
-SETTINGS: dict[str, Query] = {
-    "power_limit_w": (_thousandth, "EnforcedPowerLimit"),
-    "sm_clock_max_mhz": (int, "MaxClockInfo", _CLOCK_SM),
-    "ecc": (_current, "EccMode"),
-    "mig": (_current, "MigMode"),
-    "pcie_generation": (int, "MaxPcieLinkGeneration"),
-    "pcie_lanes": (int, "MaxPcieLinkWidth"),
+SETTINGS = {
+    "power_limit_w": NvmlQuery(_thousandth, "EnforcedPowerLimit"),
+    "sm_clock_max_mhz": NvmlQuery(int, "MaxClockInfo", (_CLOCK_SM,)),
+    "ecc": NvmlQuery(_current, "EccMode"),
+    "mig": NvmlQuery(_current, "MigMode"),
+    "pcie_generation": NvmlQuery(int, "MaxPcieLinkGeneration"),
+    "pcie_lanes": NvmlQuery(int, "MaxPcieLinkWidth"),
 }
-QUERIES: dict[str, Query] = {
+QUERIES = {
     **SAMPLED,
-    "pids": (
-        _pids,
-        "ComputeRunningProcesses",
-    ),  # only these, so one that also does graphics is counted once
-    "mps_pids": (_pids, "MPSComputeRunningProcesses"),
+    # Only these, so one that also does graphics is counted once.
+    "pids": NvmlQuery(_pids, "ComputeRunningProcesses"),
+    "mps_pids": NvmlQuery(_pids, "MPSComputeRunningProcesses"),
     **SETTINGS,
 }
+
+
+class DeviceIdentity(TypedDict):
+    """What tells a GPU, or a MIG instance, from others."""
+
+    name: str
+    uuid: str
+    memory_bytes: int
+
+
+class NumberedDevice(DeviceIdentity):
+    """The same of a GPU, with its index."""
+
+    index: int
+
+
+class MigInstance(TypedDict):
+    """A part of a GPU that looks like one of its own."""
+
+    name: str
+    memory_bytes: int
+    mig: str
+    """Its own UUID."""
+
+
+class GpuSample(TypedDict):
+    """The state of a GPU at a time of ``time.monotonic()``; what is unknown is None."""
+
+    uuid: str
+    time: float
+    energy_j: float | None
+    power_w: float | None
+    sm_clock_mhz: int | None
+    memory_clock_mhz: int | None
+    temperature_c: int | None
+    throttle: list[str] | None
+    pids: NotRequired[list[int] | None]
 
 
 class NvmlUnavailableError(Exception):
@@ -119,9 +173,8 @@ class Nvml(contextlib.AbstractContextManager["Nvml"]):
     @property
     def gpus(self) -> list[NvmlGpu]:
         """All GPUs, whether visible to CUDA or not."""
-        return [
-            NvmlGpu(self._library, index) for index in range(self._library.nvmlDeviceGetCount())
-        ]
+        count = self._library.nvmlDeviceGetCount()
+        return [NvmlGpu(self._library, index) for index in range(count)]
 
 
 class NvmlGpu:
@@ -136,60 +189,69 @@ class NvmlGpu:
         self._unsupported: set[str] = set()
         self.uuid = self._describe(self._handle)["uuid"]
 
-    def _describe(self, handle: Any) -> dict[str, Any]:
+    def _describe(self, handle: object) -> DeviceIdentity:
         return {
             "name": str(self._library.nvmlDeviceGetName(handle)),
             "uuid": str(self._library.nvmlDeviceGetUUID(handle)),
             "memory_bytes": int(self._library.nvmlDeviceGetMemoryInfo(handle).total),
         }
 
-    def about(self) -> dict[str, Any]:
-        """Index, name, uuid and memory_bytes."""
+    def about(self) -> NumberedDevice:
         return {"index": self.index, **self._describe(self._handle)}
 
-    def instances(self) -> list[dict[str, Any]]:
-        """Its MIG instances: name, memory_bytes, and their own UUID as ``mig``."""
-        found: list[dict[str, Any]] = []
+    def instances(self) -> list[MigInstance]:
+        """Its MIG instances."""
+        found: list[MigInstance] = []
         if not self.ask("mig"):
             return found
         for place in range(self._call("MaxMigDeviceCount") or 0):
-            if (
-                handle := self._call("MigDeviceHandleByIndex", place)
-            ) is not None:  # there may be none at this index
-                about = self._describe(handle)
-                name = f"{about['name']} MIG"
-                if "MIG" in about["name"]:
-                    name = about["name"]
-                found.append(
-                    {"name": name, "memory_bytes": about["memory_bytes"], "mig": about["uuid"]}
-                )
+            handle = self._call("MigDeviceHandleByIndex", place)
+            if handle is None:  # there may be none at this index
+                continue
+            about = self._describe(handle)
+            name = about["name"]
+            if "MIG" not in name:
+                name += " MIG"
+            found.append(
+                {"name": name, "memory_bytes": about["memory_bytes"], "mig": about["uuid"]}
+            )
         return found
 
-    def settings(self, others: Sequence[NvmlGpu]) -> dict[str, Any]:
-        """What affects its speed, number of active NVLinks, and levels of the paths to the other visible GPUs.
+    def settings(self, others: Sequence[NvmlGpu]) -> dict[str, object]:
+        """What affects its speed: SETTINGS, active NVLinks, and the paths to other visible GPUs.
 
-        Levels are NVML's ``nvmlGpuTopologyLevel_t``; smaller is nearer. ``others`` includes this
-        one, which has None.
+        Levels of paths are NVML's ``nvmlGpuTopologyLevel_t``; smaller is nearer. ``others``
+        includes this one, which has None.
         """
+        found: dict[str, object] = {}
+        for name in SETTINGS:
+            found[name] = self.ask(name)
+        active = [link for link in range(_MAX_LINKS) if self._call("NvLinkState", link)]
+        found["nvlinks_up"] = len(active)
         levels = []
         for gpu in others:
             level = None
             if gpu is not self:
                 level = self._call("TopologyCommonAncestor", gpu._handle)
             levels.append(level)
-        return {name: self.ask(name) for name in SETTINGS} | {
-            "nvlinks_up": sum(bool(self._call("NvLinkState", link)) for link in range(_MAX_LINKS)),
-            "topology": levels,
-            "uuid": self.uuid,
-        }
+        found["topology"], found["uuid"] = levels, self.uuid
+        return found
 
-    def sample(self, *, processes: bool) -> dict[str, Any]:
-        """What changes, at one ``time.monotonic()``; with ``pids`` if processes are to be listed, the costliest query.
+    def sample(self, *, processes: bool) -> GpuSample:
+        """What changes; with ``pids`` if processes are to be listed, the costliest query.
 
         Clients of an MPS server have a list of their own.
         """
-        found: dict[str, Any] = {"uuid": self.uuid, "time": time.monotonic()}
-        found |= {name: self.ask(name) for name in SAMPLED}
+        found: GpuSample = {
+            "uuid": self.uuid,
+            "time": time.monotonic(),
+            "energy_j": self.ask("energy_j"),
+            "power_w": self.ask("power_w"),
+            "sm_clock_mhz": self.ask("sm_clock_mhz"),
+            "memory_clock_mhz": self.ask("memory_clock_mhz"),
+            "temperature_c": self.ask("temperature_c"),
+            "throttle": self.ask("throttle"),
+        }
         if processes:
             pids, clients = self.ask("pids"), self.ask("mps_pids")
             found["pids"] = None
@@ -199,20 +261,19 @@ class NvmlGpu:
 
     def ask(self, name: str) -> Any:
         """The answer to one of QUERIES."""
-        convert, function, *arguments = QUERIES[name]
+        query = QUERIES[name]
         if name in self._unsupported:
             return None
         try:
-            return convert(
-                getattr(self._library, f"nvmlDeviceGet{function}")(self._handle, *arguments)
-            )
+            ask = getattr(self._library, f"nvmlDeviceGet{query.function}")
+            return query.convert(ask(self._handle, *query.arguments))
         except Exception as error:
             self.problems.setdefault(name, str(error))
             if isinstance(error, AttributeError) or getattr(error, "value", None) in _LASTING:
                 self._unsupported.add(name)
             return None  # after any other error the next sample tries again
 
-    def _call(self, function: str, *arguments: Any) -> Any:
+    def _call(self, function: str, *arguments: object) -> Any:
         try:
             return getattr(self._library, f"nvmlDeviceGet{function}")(self._handle, *arguments)
         except Exception:  # not supported

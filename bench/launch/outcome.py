@@ -1,4 +1,4 @@
-"""How a trial ended, judged by the results of its ranks, exit codes, signals and the kernel's counters; never by logs.
+"""How a trial ended, by results of ranks, exit codes, signals and the kernel's counters, not logs.
 
 A SIGKILL is attributed to the kernel if its counter of out-of-memory kills went up meanwhile.
 """
@@ -30,10 +30,12 @@ MODULES = "Extension modules:"
 """Prefix of a long line of faulthandler's that is of no use."""
 FAILURES = (Status.OOM, Status.UNSUPPORTED, Status.CRASHED)
 """Statuses that a failed rank may report, by precedence."""
+RankJson = dict[str, Any]
+"""What a rank wrote: a ``RankFailure``, or after a success what its task says."""
 
 
 class RankFailure(TypedDict):
-    """What a failed rank writes (``bench.launch.rank.failure``); the task checks the content of a success."""
+    """What a failed rank writes (``bench.launch.rank.failure``)."""
 
     status: Literal[Status.OOM, Status.UNSUPPORTED, Status.CRASHED]
     reason: str
@@ -47,7 +49,7 @@ class Outcome:
 
     status: Status
     reason: str
-    ranks: list[dict[str, Any]]
+    ranks: list[RankJson]
     """The result of each rank, rank 0 first; empty unless all of them succeeded."""
     wall_s: float
     traceback: str = ""
@@ -60,7 +62,7 @@ class Outcome:
     """What telemetry recorded of each node's GPUs."""
 
     def limited_by(self, option: str) -> Outcome:
-        """The same; if the trial took too long, the reason names the option that raises its limit."""
+        """The same; if the trial took too long, the reason names the option that gives it more."""
         if self.status is Status.TIMEOUT:
             self.reason += f"; raise {option}"
         return self
@@ -94,58 +96,66 @@ def written(folder: Path, ranks: Iterable[int]) -> set[int]:
 
 
 def judge(
-    results: Sequence[dict[str, Any] | None],
+    results: Sequence[RankJson | None],
     ending: Ending,
     wall_s: float,
     names: Sequence[str] = (),
 ) -> Outcome:
-    """Judge a trial by what its ranks wrote, rank 0 first; ``ending`` counts only for ranks that wrote nothing.
+    """Judge a trial by what its ranks wrote, rank 0 first.
 
-    A rank that crashes after it wrote its result (gloo is known to abort at exit) does no harm.
-    ``names`` are those of the ranks, if they are on several nodes.
+    ``ending`` counts only for ranks that wrote nothing. A rank that crashes after it wrote its
+    result (gloo is known to abort at exit) does no harm. ``names`` are those of the ranks, if they
+    are on several nodes.
     """
     if ending.void:
-        results = [None for _ in results]
-    done, failed = [], []
+        results = [None] * len(results)
+    done: list[RankJson] = []
+    failed: dict[int, RankJson] = {}
     for rank, result in enumerate(results):
         if result is not None and result["status"] == Status.OK:
             done.append(result)
         elif result is not None:
-            failed.append((rank, result))
+            failed[rank] = result
     if len(done) == len(results):
         return Outcome(status=Status.OK, reason="", ranks=done, wall_s=wall_s)
     silent = ending.rank is not None and ending.rank < len(results) and results[ending.rank] is None
-    if (
-        failed and not silent
-    ):  # else a rank that died silently before caused the failures of the others
-        rank, result = min(
-            failed, key=lambda item: (FAILURES.index(Status(item[1]["status"])), item[1]["time"])
-        )
-        name = f"rank {rank}"
-        if names:
-            name = names[rank]
-        traceback = portable(result["traceback"])
-        return Outcome(
-            status=Status(result["status"]),
-            reason=f"{name}: {plain(portable(result['reason']))}",
-            ranks=[],
-            wall_s=wall_s,
-            traceback=traceback,
-            last_lines=traceback.strip().splitlines()[-LAST_LINES:],
-        )
+    if failed and not silent:
+        return _of_failed(failed, wall_s, names)
+    # A rank that died silently before causes the failures of the others.
     status, reason = Status.CRASHED, ending.failure or "a rank ended without a result"
     if ending.status is not None:
         status = ending.status
     if ending.signal == signal.SIGKILL and ending.killed_for_memory:
-        status, reason = (
-            Status.OOM,
-            f"{reason}, by the kernel for want of memory ({ending.killed_for_memory})",
-        )
+        status = Status.OOM
+        reason += f", by the kernel for want of memory ({ending.killed_for_memory})"
     last_lines = [portable(line) for line in ending.last_lines]
     return Outcome(status=status, reason=reason, ranks=[], wall_s=wall_s, last_lines=last_lines)
 
 
-def read(path: Path) -> dict[str, Any] | None:
+def _of_failed(failed: Mapping[int, RankJson], wall_s: float, names: Sequence[str]) -> Outcome:
+    """The outcome by the failures that ranks wrote: the gravest, and of several the first."""
+
+    def precedence(rank: int) -> tuple[int, float]:
+        failure = failed[rank]
+        return FAILURES.index(Status(failure["status"])), failure["time"]
+
+    rank = min(failed, key=precedence)
+    name = f"rank {rank}"
+    if names:
+        name = names[rank]
+    failure = failed[rank]
+    traceback = portable(failure["traceback"])
+    return Outcome(
+        status=Status(failure["status"]),
+        reason=f"{name}: {plain(portable(failure['reason']))}",
+        ranks=[],
+        wall_s=wall_s,
+        traceback=traceback,
+        last_lines=traceback.strip().splitlines()[-LAST_LINES:],
+    )
+
+
+def read(path: Path) -> RankJson | None:
     """A rank's result; None if there is none. A damaged one counts as a crash of that rank."""
     try:
         if path.stat().st_size > RESULT_BYTES:
@@ -160,17 +170,17 @@ def read(path: Path) -> dict[str, Any] | None:
         return _damaged(str(error))
 
 
-def _damaged(why: str) -> dict[str, Any]:
+def _damaged(why: str) -> RankJson:
     return crash(f"its result is damaged: {' '.join(why.split())[:200]}")
 
 
-def crash(reason: str) -> dict[str, Any]:
+def crash(reason: str) -> RankJson:
     """The failure of a rank that has not told it itself."""
     return {"status": Status.CRASHED, "reason": reason, "traceback": "", "time": math.inf}
 
 
 def last_lines(folder: Path, local_rank: int) -> list[str]:
-    """The last LAST_LINES lines of the standard error of a rank, which counts from 0 on its node."""
+    """The last LAST_LINES lines of a rank's standard error; it counts from 0 on its node."""
     for path in folder.glob(f"*/attempt_*/{local_rank}/stderr.log"):
         with contextlib.suppress(OSError):
             lines = end_of(path, LAST_BYTES).decode(errors="replace").strip().splitlines()
@@ -184,7 +194,10 @@ MACHINE = "the machine"
 
 
 def counters() -> dict[str, int]:
-    """Out-of-memory kills in this process's control groups (version 2 or 1), or on the machine if none is readable."""
+    """Out-of-memory kills in this process's control groups (version 2 or 1).
+
+    On the machine if none can be read.
+    """
     try:
         lines = (PROC / "self/cgroup").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""Imported once by a fork server, so that trials need not wait for imports. Must not initialize CUDA.
+"""Imported once by a fork server, so that trials need not wait for imports.
 
-Loads what every trial needs; ``load_all`` loads what a backend names (``Backend.preloaded``). If
-that initializes CUDA, no forked child can use it.
+It must not initialize CUDA. Loads what every trial needs; ``load_all`` loads what a backend names
+(``Backend.preloaded``). If that initializes CUDA, no forked child can use it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SUCCESS = 0
 
 
 def initialized() -> bool:
-    """Whether torch, the CUDA runtime or any other library has called ``cuInit`` in this process."""
+    """Whether torch, the CUDA runtime or another library has called ``cuInit`` in this process."""
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except OSError:

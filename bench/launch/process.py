@@ -1,4 +1,4 @@
-"""The launcher's process with its fork servers (``server``), as the bench's own process holds it."""
+"""The launcher's process and its fork servers (``server``), as the bench's own process has it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, cast
 
 import psutil
 
 from bench.files import ROOT, python_path
 from bench.launch import interrupt, job_nodes, stragglers
 from bench.launch.channel import Channel, LostError
+from bench.launch.node_task import LauncherReply
 from bench.plan.cell import Device
 
 GRACE_S = 5.0
@@ -57,17 +58,19 @@ class LauncherProcess:
         """See ``Node.scratch``."""
 
     def start(self, every: Iterable[tuple[str, ...]], *, cold: bool) -> None:
-        """Start the process unless it runs, and have it load these sets of packages unless it has."""
+        """Start the process unless it runs, and have it load sets of packages unless it has."""
         if self._process is not None and (
             self._process.poll() is not None or not Path(self._temporary).is_dir()
         ):
             self.close()  # it was killed after the last trial, or its temporary folder was removed
         if self._process is None:
             self._begin(cold=cold)
-        if new := list(
-            dict.fromkeys(packages for packages in every if packages not in self._loads)
-        ):
-            self._loads.update(new)
+        new: list[tuple[str, ...]] = []
+        for packages in every:
+            if packages not in self._loads:
+                self._loads.add(packages)
+                new.append(packages)
+        if new:
             self._pending += 1
             with contextlib.suppress(LostError):  # waiting for the answer says why
                 self._channel.send({"load": new})
@@ -87,9 +90,11 @@ class LauncherProcess:
         command.append("cold" if self.cold else "warm")
         # A pipe would fill up, since nobody reads it during a trial.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process runs
-        with (
-            interrupt.held()
-        ):  # otherwise an interrupt could leave a process whose pid is not known
+        place = None
+        if self._code != ROOT:
+            place = self._code  # which Python imports from before all others
+        # Held, as an interrupt could leave a process whose pid is not known.
+        with interrupt.held():
             self._process = subprocess.Popen(
                 command,
                 env={
@@ -99,9 +104,7 @@ class LauncherProcess:
                     "BENCH_TMPDIR": self._temporary,
                     "BENCH_SCRATCH": self.scratch,
                 },
-                cwd=None
-                if self._code == ROOT
-                else self._code,  # which Python imports from before all others
+                cwd=place,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -111,20 +114,21 @@ class LauncherProcess:
             theirs.close()
 
     def ready(self) -> str:
-        """Wait until the fork servers have loaded everything; the module that initialized CUDA, if any."""
+        """Wait until the fork servers have loaded everything; what initialized CUDA, or nothing."""
         while self._pending:
-            reply = self.wait(START_TIMEOUT_S) or {}
-            if not reply.get("ready"):
+            reply = self.wait(START_TIMEOUT_S)
+            if reply is None or not reply.get("ready"):
                 detail = self._last_words()
                 self.close()
                 raise LauncherError(
-                    f"the launcher's process did not come up (limit {START_TIMEOUT_S:.0f} s): {detail}"
+                    f"the launcher's process did not come up (limit {START_TIMEOUT_S:.0f} s): "
+                    f"{detail}"
                 )
             self._pending -= 1
             self._initialized_by = self._initialized_by or str(reply["initialized_by"])
         return self._initialized_by
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
+    def ask(self, request: Mapping[str, object]) -> LauncherReply | None:
         """Hand over a trial; the first reply, as from ``wait``."""
         with contextlib.suppress(LostError):
             self._channel.send(request)
@@ -135,7 +139,10 @@ class LauncherProcess:
         return self._channel.fileno()
 
     def close(self) -> None:
-        """End the launcher, the fork servers and every rank; SIGTERM first, SIGKILL after a grace period."""
+        """End the launcher, the fork servers and every rank.
+
+        SIGTERM first, SIGKILL after a grace period.
+        """
         process = self._process
         if process is None:
             return
@@ -169,10 +176,10 @@ class LauncherProcess:
                 shutil.rmtree(self._temporary, ignore_errors=True)
                 stragglers.remove(held)
 
-    def wait(self, timeout_s: float) -> dict[str, Any] | None:
-        """The launcher's next reply; None after ``timeout_s``; ``{"died": True}`` if the launcher has ended."""
+    def wait(self, timeout_s: float) -> LauncherReply | None:
+        """The launcher's next reply, or that it has ended (``died``); None after ``timeout_s``."""
         try:
-            return self._channel.receive(timeout_s)
+            return cast("LauncherReply | None", self._channel.receive(timeout_s))
         except LostError:
             return {"died": True}
 
@@ -201,7 +208,7 @@ class LauncherProcess:
 
 
 def environment_of(device: Device, interface: str, code: Path = ROOT) -> dict[str, str]:
-    """The environment of the launcher and all ranks, which import the bench from the folder ``code``."""
+    """The environment of the launcher and all ranks, which import the bench from ``code``."""
     environment = os.environ | {
         "PYTHONPATH": python_path(code),
         # torch.cuda.is_available() must not initialize CUDA in the fork server.

@@ -1,16 +1,17 @@
-"""The life of one rank: it joins its world, does its work, writes its result or failure to a file, and ends.
+"""The life of one rank: it joins its world, does its work, writes a result or failure, and ends.
 
-Torch elastic starts a rank. The rank writes its result or failure to ``rank<r>.json`` itself, so that nobody has to
-parse logs. How it joins a world (``bench.plan.world``):
+Torch elastic starts a rank. The rank writes its result or failure to ``rank<r>.json`` itself, so
+that nobody has to parse logs. How it joins a world (``bench.plan.world``):
 
 - real: a process group over NCCL or gloo;
-- virtual, with fake tensors or without: torch's process group that does not communicate (``FakeProcessGroup`` of torch
-  >= 2.13: a gather repeats the rank's own shard, a reduction keeps its own values, so all values are finite);
-- shared GPU: each rank sees one GPU, which it may share with others. The group uses NCCL where the ranks can
-  (``bench.launch.shared_nccl``), otherwise gloo. Gloo copies GPU tensors through host memory in ``all_reduce``,
-  ``broadcast``, ``reduce``, ``all_gather``, ``all_gather_into_tensor``, ``reduce_scatter_tensor``, ``gather`` and
-  ``scatter``, which the built-in backends use; not in the coalesced collectives
-  (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
+- virtual, with fake tensors or without: torch's process group that does not communicate
+  (``FakeProcessGroup`` of torch >= 2.13: a gather repeats the rank's own shard, a reduction keeps
+  its own values, so all values are finite);
+- shared GPU: each rank sees one GPU, which it may share with others. The group uses NCCL where the
+  ranks can (``bench.launch.shared_nccl``), otherwise gloo. Gloo copies GPU tensors through host
+  memory in ``all_reduce``, ``broadcast``, ``reduce``, ``all_gather``, ``all_gather_into_tensor``,
+  ``reduce_scatter_tensor``, ``gather`` and ``scatter``, which the built-in backends use; not in the
+  coalesced collectives (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import psutil
 
@@ -43,14 +44,16 @@ from bench.plan.task import Spec, Task
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from torch._C._distributed_c10d import GradBucket, ProcessGroup
+    from torch.nn.parallel import DistributedDataParallel
 
 AT_LIMIT_BYTES = 256 * 2**20
 """A process with less address space left than this counts as out of memory."""
 CUDA_OUT_OF_MEMORY = 2
 """cudaErrorMemoryAllocation: no memory for a context or for a library's buffers."""
 FAILED_LINGER_S = 2.0
-"""How long a failed rank stays alive after it wrote its failure: time for a peer to end that failed silently before,
-and whose memory the kernel still releases."""
+"""How long a failed rank stays alive after it wrote its failure: time for a peer to end that failed
+silently before, and whose memory the kernel still releases."""
 WAIT_S = 0.005
 """How often a finished rank checks whether the others are."""
 RESULTS = "bench/results"
@@ -58,28 +61,29 @@ RESULTS = "bench/results"
 TRIAL = "bench.measure.trial:work"
 """The work of a trial, named because the module imports torch."""
 SHARED_GPU_GROUP = "cpu:gloo,cuda:gloo"
-"""Backend of the process group over gloo. With plain ``gloo``, some versions of ``DeviceMesh`` also create an NCCL
-group."""
+"""Backend of the process group over gloo. With plain ``gloo``, some versions of ``DeviceMesh`` also
+create an NCCL group."""
 HOST_GROUP = "cpu:gloo,cuda:nccl"
-"""Backend of the process group for a backend of the bench that also communicates tensors of the host."""
+"""Backend of the process group for a backend of the bench that also communicates tensors of the
+host."""
 
 
 def pretend(world_size: int) -> None:
     """Make this process rank 0 of a fake process group of ``world_size`` ranks.
 
-    The other ranks seem to be on other nodes, one each, so that no framework looks for their devices on this one.
+    The other ranks seem to be on other nodes, one each, so that no framework looks for their
+    devices on this one.
     """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # Lightning and DeepSpeed also read the environment, which describes the one process that torch elastic started.
-    alone = {"RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": 0}
-    pretended = {
-        "WORLD_SIZE": world_size,
-        "GROUP_WORLD_SIZE": world_size,
-        "ROLE_WORLD_SIZE": world_size,
-    }
-    os.environ.update({name: str(value) for name, value in (alone | pretended).items()})
+    # Lightning and DeepSpeed also read the environment, which describes the one process that torch
+    # elastic started.
+    for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
+        os.environ[name] = "0"
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"):
+        os.environ[name] = str(world_size)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     _teach_ddp()
 
@@ -87,22 +91,28 @@ def pretend(world_size: int) -> None:
 def _teach_ddp() -> None:
     """Make every DistributedDataParallel of this process work with the fake process group.
 
-    Its C++ reducer takes a bucket from the result of the collective's future. The fake collective's future has none,
-    which fails an internal assertion. A communication hook can return a future of its own.
+    Its C++ reducer takes a bucket from the result of the collective's future. The fake collective's
+    future has none, which fails an internal assertion. A communication hook can return a future of
+    its own.
     """
     from torch.nn.parallel import DistributedDataParallel
 
     initialize = DistributedDataParallel.__init__
 
-    def __init__(ddp: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - replaces that method
+    def __init__(  # noqa: N807 - replaces that method
+        ddp: DistributedDataParallel, *args: Any, **kwargs: Any
+    ) -> None:
         initialize(ddp, *args, **kwargs)
         ddp.register_comm_hook(ddp.process_group, _all_reduce)
 
     DistributedDataParallel.__init__ = __init__  # type: ignore[method-assign, assignment]
 
 
-def _all_reduce(group: Any, bucket: Any) -> Any:
-    """Divide and all-reduce the bucket in place, as DDP does without a hook; the future holds the bucket."""
+def _all_reduce(group: ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Divide and all-reduce the bucket in place, as DDP does without a hook.
+
+    The future holds the bucket.
+    """
     import torch
     import torch.distributed as dist
 
@@ -125,15 +135,15 @@ def main(task_json: str) -> None:
     module, _, name = place.partition(":")
     work = getattr(importlib.import_module(module), name)
 
-    def joined(rank: int) -> dict[str, Any]:
-        found: dict[str, Any] = work(task, rank, join(task))
+    def joined(rank: int) -> Mapping[str, object]:
+        found: Mapping[str, object] = work(task, rank, join(task))
         return found
 
     run_and_write(Path(task.folder), joined)
 
 
-def run_and_write(folder: Path, work: Callable[[int], dict[str, Any]]) -> None:
-    """Do ``work(rank)`` and write its result, plain JSON, to ``folder / "rank<r>.json"``, atomically.
+def run_and_write(folder: Path, work: Callable[[int], Mapping[str, object]]) -> None:
+    """Do ``work(rank)`` and write its result, plain JSON, to ``rank<r>.json``, atomically.
 
     After an exception, write the failure there instead and end the process.
     """
@@ -145,10 +155,10 @@ def run_and_write(folder: Path, work: Callable[[int], dict[str, Any]]) -> None:
     except BaseException as error:
         traceback.print_exc()
         files.write(path, json.dumps({**failure(error), "time": time.monotonic()}))
-        time.sleep(
-            FAILED_LINGER_S
-        )  # if a peer that died silently is why, the agent must see that one too
-        # No cleanup: destroying an NCCL group while other ranks are inside a collective may block for ever.
+        # If a peer that died silently is why, the agent must see that one too.
+        time.sleep(FAILED_LINGER_S)
+        # No cleanup: destroying an NCCL group while other ranks are inside a collective may block
+        # for ever.
         sys.stderr.flush()
         os._exit(1)
     files.write(path, result)
@@ -166,9 +176,8 @@ def _prepare(folder: Path, rank: int) -> None:
     stragglers.signal_at_parents_end(signal.SIGKILL)
     dumps.arm(folder, rank)  # before the heartbeat: a process that sees one may ask for a dump
     heartbeat.begin(folder, rank)
-    if (
-        os.environ.get("CUDA_VISIBLE_DEVICES") != ""
-    ):  # as the launcher sets it for trials on the CPU
+    is_on_cpu = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # as the launcher sets it
+    if not is_on_cpu:
         dumps.arm_flight_recorder(folder)
 
 
@@ -185,12 +194,13 @@ def join(task: Task) -> torch.device:
     import torch
     import torch.distributed as dist
 
-    # DeepSpeed calls deprecated functions of torch.distributed: each collective would be timed with a warning.
+    # DeepSpeed calls deprecated functions of torch.distributed: each collective would be timed with
+    # a warning.
     warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(task.threads)
     torch.manual_seed(task.seed)
-    # fp32 means fp32, not TF32, which some containers enable (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), as torch does by
-    # default for convolutions.
+    # fp32 means fp32, not TF32, which some containers enable (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), as
+    # torch does by default for convolutions.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     device = torch.device("cpu")
@@ -201,9 +211,15 @@ def join(task: Task) -> torch.device:
     if not task.world.has_all_ranks:
         pretend(task.world_size)
     elif task.device is Device.CUDA and (task.shared_nccl or not task.world.shares_gpus):
-        # DeepSpeed creates more groups. NCCL would split a bound group of one rank, which can fail (DeepSpeed #8248).
-        name = HOST_GROUP if _uses_host_group(task.backend) else "nccl"
-        dist.init_process_group(name, device_id=device if task.world_size > 1 else None)
+        name = "nccl"
+        if _uses_host_group(task.backend):
+            name = HOST_GROUP
+        # DeepSpeed creates more groups. NCCL would split a bound group of one rank, which can fail
+        # (DeepSpeed #8248).
+        bound_to = None
+        if task.world_size > 1:
+            bound_to = device
+        dist.init_process_group(name, device_id=bound_to)
     else:
         dist.init_process_group(SHARED_GPU_GROUP if task.world.shares_gpus else "gloo")
         dist.barrier()  # if a rank ended at once, ranks still connecting to it would fail
@@ -227,7 +243,10 @@ def _number_gpus() -> None:
 
 
 def _leave(num_ranks: int) -> None:
-    """Destroy the process group once all ranks, on all nodes, have results: a crash here would end the others."""
+    """Destroy the process group once all ranks, on all nodes, have results.
+
+    A crash here would end the others.
+    """
     import torch.distributed as dist
 
     if num_ranks > 1:
@@ -249,8 +268,19 @@ def _is_at_limit() -> bool:
     return bool(limit - psutil.Process().memory_info().vms < AT_LIMIT_BYTES)
 
 
-def failure(error: BaseException) -> dict[str, Any]:
-    """The status (by the type of the exception, never by its text), the reason in one line, and the traceback."""
+class ToldFailure(TypedDict):
+    """What a rank says of an exception; see ``bench.launch.outcome.RankFailure``."""
+
+    status: Status
+    reason: str
+    traceback: str
+
+
+def failure(error: BaseException) -> ToldFailure:
+    """The status (by the type of the exception, never by its text), the reason and traceback.
+
+    The reason is in one line.
+    """
     import torch
 
     status = Status.CRASHED
@@ -273,22 +303,21 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 
 def shared_gpu_environment(
-    rank: int, world_size: int, gpus: Sequence[Mapping[str, Any]]
+    rank: int, world_size: int, visible: Sequence[gpus.VisibleGpu]
 ) -> dict[str, str]:
-    """Environment variables of a rank, to be set before CUDA is used; ``gpus`` as from ``bench.launch.gpus.gpus``.
+    """Environment variables of a rank, to be set before CUDA is used.
 
-    Ranks are assigned to the GPUs round-robin. Each rank sees only its own GPU and seems to be alone on its node, so
-    that no framework finds fewer devices than ranks. Raises RuntimeError if there is no GPU.
+    Ranks are assigned to the visible GPUs round-robin. Each rank sees only its own GPU and seems to
+    be alone on its node, so that no framework finds fewer devices than ranks. Raises RuntimeError
+    if there is no GPU.
     """
-    if not gpus:
+    if not visible:
         raise RuntimeError("no GPU is visible that ranks could share")
-    gpu = gpus[rank % len(gpus)]
-    alone = {
-        "LOCAL_RANK": 0,
-        "LOCAL_WORLD_SIZE": 1,
-        "GROUP_RANK": rank,
-        "GROUP_WORLD_SIZE": world_size,
-    }
-    return {name: str(value) for name, value in alone.items()} | {
-        "CUDA_VISIBLE_DEVICES": str(gpu.get("mig") or gpu["uuid"])
+    gpu = visible[rank % len(visible)]
+    return {
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_RANK": str(rank),
+        "GROUP_WORLD_SIZE": str(world_size),
+        "CUDA_VISIBLE_DEVICES": gpu.get("mig") or gpu["uuid"],
     }

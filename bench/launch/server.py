@@ -17,7 +17,7 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 import psutil
 
@@ -28,7 +28,7 @@ from bench.launch.node_task import NodeTask
 
 
 def serve(channel: Channel, *, cold: bool) -> None:
-    """Do what comes as a message, until the bench's process ends: load sets of packages, or run a trial.
+    """Load sets of packages and run trials, as messages ask, until the bench's process ends.
 
     A trial is a ``bench.launch.node_task.NodeTask``. Two messages answer it: the port of its store
     when that listens, and what ended it.
@@ -72,12 +72,12 @@ def _descendants() -> set[psutil.Process]:
     return stragglers.family(os.getpid(), os.environ[stragglers.MARK]) - {psutil.Process()}
 
 
-def _end_quietly(signum: int, frame: Any) -> None:
+def _end_quietly(signum: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + signum)
 
 
 def _end_with_parent(connection: int) -> None:
-    """Wait until the connection closes, which is when the bench's own process has ended; then end everything."""
+    """Wait until the connection closes, as the bench's own process ends; then end everything."""
     poll = select.poll()
     poll.register(connection, 0)  # POLLHUP is always reported
     poll.poll()
@@ -103,9 +103,8 @@ if __name__ == "__main__":
         sys.exit(1)
     signal.signal(signal.SIGTERM, _end_quietly)
     stragglers.adopt_orphans()
-    Path(os.environ["BENCH_TMPDIR"]).mkdir(
-        mode=0o700
-    )  # the name is random, so it must not exist yet
+    # Its name is random, so it must not exist yet.
+    Path(os.environ["BENCH_TMPDIR"]).mkdir(mode=0o700)
     # So that this process is continued, if it was stopped, and notices that its parent has ended.
     stragglers.signal_at_parents_end(signal.SIGCONT)
     connection = Connection(int(sys.argv[1]))

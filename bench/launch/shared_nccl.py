@@ -1,17 +1,18 @@
-"""Whether ranks that share a GPU can communicate over NCCL, which is tried before a run; otherwise they use gloo.
+"""Whether ranks that share a GPU can communicate over NCCL, which is tried before a run.
 
-NCCL refuses two ranks whose host and GPU are the same (2.28.9, src/init.cc:903, "Duplicate GPU detected"). What it
-takes for the host is NCCL_HOSTID where that is set (src/misc/utils.cc:87). So every rank that shares a GPU is a host of
-its own, and NCCL connects the ranks by sockets. The GPU runs the kernels of one process at a time, so a collective
-waits until each rank has had its turn: values, calls and streams are those of ranks with GPUs of their own, times are
-not.
+Otherwise they use gloo. NCCL refuses two ranks whose host and GPU are the same (2.28.9,
+src/init.cc:903, "Duplicate GPU detected"). What it takes for the host is NCCL_HOSTID where that is
+set (src/misc/utils.cc:87). So every rank that shares a GPU is a host of its own, and NCCL connects
+the ranks by sockets. The GPU runs the kernels of one process at a time, so a collective waits until
+each rank has had its turn: values, calls and streams are those of ranks with GPUs of their own,
+times are not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from bench.plan.cell import REFERENCE, Cell, Device, Status
 from bench.plan.task import Task
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from bench.launch.launcher import Launcher
 
 LIMIT_S = 30.0
-"""How long the trial of NCCL may take: contexts and communicators of all ranks, and some collectives."""
+"""How long the trial of NCCL may take: contexts and communicators of all ranks, and some
+collectives."""
 ELEMENTS = (2**10, 2**20)
 """Elements that each rank sends: one message that is sent at once, and one in parts."""
 SETTINGS = {
@@ -45,7 +47,7 @@ def environment(rank: int) -> dict[str, str]:
 
 @dataclass(kw_only=True)
 class SharedNcclTask(Task):
-    """Does the collectives that backends use between ranks that share a GPU, and checks what comes out."""
+    """Does the collectives of backends between ranks that share a GPU, and checks the results."""
 
     work: ClassVar[str] = "bench.launch.shared_nccl:work"
 
@@ -56,45 +58,39 @@ class SharedNcclTask(Task):
     shared_nccl: bool = True
 
 
-def work(task: SharedNcclTask, rank: int, device: torch.device) -> dict[str, Any]:
+def work(task: SharedNcclTask, rank: int, device: torch.device) -> dict[str, object]:
     """The work of one rank. Raises RuntimeError if a collective gives a wrong value."""
     import torch
     import torch.distributed as dist
 
     size = task.world_size
     for count in ELEMENTS:
-        ours = torch.full(
-            (count,), rank + 1.0, device=device
-        )  # each rank sends its number, counted from 1
+        # Each rank sends its number, counted from 1.
+        ours = torch.full((count,), rank + 1.0, device=device)
         total = torch.full_like(ours, size * (size + 1) / 2)
         summed, gathered, part = ours.clone(), ours.new_empty(size, count), torch.empty_like(ours)
         dist.all_reduce(summed)
         dist.all_gather_into_tensor(gathered.view(-1), ours)
         dist.reduce_scatter_tensor(part, ours.repeat(size))
-        sent = (
-            torch.arange(1, size + 1, device=device, dtype=ours.dtype)
-            .unsqueeze(1)
-            .expand_as(gathered)
-        )
+        numbers = torch.arange(1, size + 1, device=device, dtype=ours.dtype)
+        sent = numbers.unsqueeze(1).expand_as(gathered)
         found = {
             "all-reduce": (summed, total),
             "all-gather": (gathered, sent),
             "reduce-scatter": (part, total),
         }
-        wrong = [
-            name for name, (values, expected) in found.items() if not torch.equal(values, expected)
-        ]
-        if wrong:
-            raise RuntimeError(
-                f"{wrong[0]} of {count} elements over NCCL gives a wrong value on rank {rank}"
-            )
+        for name, (values, expected) in found.items():
+            if not torch.equal(values, expected):
+                raise RuntimeError(
+                    f"{name} of {count} elements over NCCL gives a wrong value on rank {rank}"
+                )
     return {"status": Status.OK}
 
 
 def refusal(cells: Sequence[Cell], launcher: Launcher) -> str:
-    """Why the ranks of these cells, which share a GPU, cannot communicate over NCCL; empty if they can.
+    """Why the ranks of these cells, which share a GPU, cannot communicate over NCCL.
 
-    Raises LauncherError as ``launcher`` does.
+    Empty if they can. Raises LauncherError as ``launcher`` does.
     """
     task = SharedNcclTask(world_size=max(cell.world_size for cell in cells))
     outcome = launcher.run(task, LIMIT_S)

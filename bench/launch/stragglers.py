@@ -43,7 +43,10 @@ ended."""
 
 
 def find(pid: int) -> psutil.Process | None:
-    """The process with this pid; None if there is none. The object never refers to a later process of the same pid."""
+    """The process with this pid; None if there is none.
+
+    The object never refers to a later process of the same pid.
+    """
     try:
         return psutil.Process(pid)
     except psutil.Error:
@@ -131,7 +134,7 @@ def terminate(processes: set[psutil.Process]) -> None:
 
 
 def without_trackers(processes: set[psutil.Process]) -> set[psutil.Process]:
-    """All but multiprocessing's resource trackers, which clean up after the others and end by themselves."""
+    """All but multiprocessing's resource trackers, which clean up after others and then end."""
     return {process for process in processes if not _tracks(process)}
 
 
@@ -174,7 +177,10 @@ SEGMENT_PREFIX = "/dev/shm/nccl-"
 
 
 def mapped(pids: Iterable[int]) -> set[str]:
-    """Paths of NCCL's segments that these processes have mapped. psutil would read the far slower smaps."""
+    """Paths of NCCL's segments that these processes have mapped.
+
+    psutil would read the far slower smaps.
+    """
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):

@@ -1,4 +1,7 @@
-"""What around the processes of a run would make every trial fail: told once, by ``doctor`` and when a run starts."""
+"""What around the processes of a run would make every trial fail.
+
+It is told once, by ``doctor`` and when a run starts.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +36,8 @@ def broken() -> Iterator[Finding]:
         )
     free = shared_memory_bytes()
     if free is not None and free < SHARED_BYTES:
-        yield error(
-            "memory",
-            f"{SHARED_MEMORY} has {size(free)} free: remove files there, or give it more (--shm-size)",
-        )
+        fix = "remove files there, or give it more (--shm-size)"
+        yield error("memory", f"{SHARED_MEMORY} has {size(free)} free: {fix}")
     try:
         job_nodes.check_interfaces()
     except InputError as found:

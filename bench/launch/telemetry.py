@@ -1,4 +1,4 @@
-"""GPU telemetry recorded by the bench's own process during training: clocks, power, throttling, energy.
+"""GPU telemetry that the bench's own process records in a training: clocks, power, energy.
 
 The ranks are not disturbed: one thread of the bench queries NVML ten times a second for each GPU.
 Without a GPU nothing happens. Values that are unknown, all of them without NVML, are None with a
@@ -14,15 +14,15 @@ import itertools
 import os
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, TypedDict
 
 import psutil
 
 from bench.grouping import grouped
 from bench.launch import gpus
-from bench.launch.nvml import SAMPLED, Nvml, NvmlGpu
+from bench.launch.nvml import SAMPLED, GpuSample, Nvml, NvmlGpu
 
 INTERVAL_S = 0.1
 """Interval between two samples of a GPU."""
@@ -39,22 +39,33 @@ half; also seen briefly when the P-state changes), SwThermalSlowdown and HwTherm
 memory too hot), HwPowerBrakeSlowdown (the power supply), SyncBoost (another GPU of the group is
 slow), BoardLimit, Reliability, Unknown, and bits newer than this list. SwPowerCap is common on a
 busy GPU; its share of the samples and the clocks show how much it matters. """
+SampleJson = Mapping[str, Any]
+"""A ``GpuSample`` that has travelled as JSON."""
+
+
+class Recording(TypedDict):
+    """What was recorded of a node's GPUs; plain JSON for ``summarize``."""
+
+    interval_s: float
+    samples: list[GpuSample]
+    """One per GPU and time."""
+    own_pids: list[int]
+    """The processes seen that descend from this one."""
+    notes: list[str]
 
 
 class Telemetry:
     """Records all visible GPUs from ``start`` to ``stop``; can be used again.
 
     Start it before the ranks: other processes that are on a GPU at the start are certainly foreign.
-    ``recording`` is plain JSON for ``summarize``, None without a GPU: ``interval_s``; ``samples``,
-    one per GPU and time, as from ``NvmlGpu.sample``; ``own_pids``, the processes seen that descend
-    from this one; ``notes``.
+    ``recording`` is None without a GPU.
     """
 
     def __init__(self, interval_s: float = INTERVAL_S) -> None:
-        self.recording: dict[str, Any] | None = None
+        self.recording: Recording | None = None
         self._interval_s = interval_s
         self._notes: list[str] = []
-        self._samples: list[dict[str, Any]] = []
+        self._samples: list[GpuSample] = []
         self._is_ours: dict[int, bool] = {}
         self._gpus: list[NvmlGpu] = []
         self._nvml: Nvml | None = None
@@ -85,7 +96,7 @@ class Telemetry:
         )
         self._thread.start()
 
-    def stop(self) -> dict[str, Any] | None:
+    def stop(self) -> Recording | None:
         """Take the last sample and return ``recording``."""
         self._ended.set()
         thread, self._thread = self._thread, None
@@ -99,16 +110,17 @@ class Telemetry:
                 self._sample(processes=True)
         if nvml is not None:
             nvml.close()
-        unknown = []
+        unknown: list[str] = []
         for gpu in self._gpus:
             for name, problem in gpu.problems.copy().items():
                 if name in (*SAMPLED, "pids"):
                     unknown.append(f"{gpu.uuid}: no {name}: {problem}")
+        own_pids = [pid for pid, is_ours in self._is_ours.copy().items() if is_ours]
         if self._samples or self._notes:
             self.recording = {
                 "interval_s": self._interval_s,
                 "samples": list(self._samples),
-                "own_pids": sorted(pid for pid, is_ours in self._is_ours.copy().items() if is_ours),
+                "own_pids": sorted(own_pids),
                 "notes": [*self._notes, *unknown],
             }
         return self.recording
@@ -145,15 +157,16 @@ def descends(pid: int, ancestor: int) -> bool:
 
 
 def summarize(
-    recording: dict[str, Any] | None,
+    recording: Mapping[str, Any] | None,
     begin: float | None,
     end: float | None,
     uuids: Sequence[str] = (),
-) -> dict[str, Any] | None:
-    """Summarize the GPUs between two times of ``time.monotonic()``; None without a recording or without the times.
+) -> dict[str, object] | None:
+    """Summarize the GPUs between two times of ``time.monotonic()``.
 
-    Covers only the GPUs with the ``uuids``, since the others idled; all if none of those was
-    recorded, as with MIG instances, which have UUIDs of their own.
+    None without a recording or without the times. Covers only the GPUs with the ``uuids``, since
+    the others idled; all if none of those was recorded, as with MIG instances, which have UUIDs of
+    their own.
 
     ``notes``, and ``gpus``, one each: ``uuid``; ``num_samples`` inside; the median ``sm_clock_mhz``
     with ``sm_clock_min_mhz`` and ``sm_clock_max_mhz``; the median ``memory_clock_mhz`` and
@@ -164,8 +177,10 @@ def summarize(
     """
     if recording is None or begin is None or end is None:
         return None
-    samples = sorted(recording["samples"], key=lambda sample: sample["time"])
-    by_gpu = grouped((sample["uuid"], sample) for sample in samples)
+    samples: list[SampleJson] = sorted(
+        recording["samples"], key=lambda sample: float(sample["time"])
+    )
+    by_gpu = grouped((str(sample["uuid"]), sample) for sample in samples)
     our_pids = set(recording["own_pids"])
     used = [uuid for uuid in by_gpu if uuid in uuids]
     if not used:
@@ -177,20 +192,18 @@ def summarize(
 
 
 def _summary(
-    uuid: str, samples: list[dict[str, Any]], begin: float, end: float, our_pids: set[int]
-) -> dict[str, Any]:
+    uuid: str, samples: list[SampleJson], begin: float, end: float, our_pids: set[int]
+) -> dict[str, object]:
     """One GPU between two times; the keys are those of ``summarize``."""
 
     def values(name: str) -> list[Any]:
         return [sample[name] for sample in _within(samples, name, begin, end)]
 
     clocks = values("sm_clock_mhz")
-    read = [
-        (sample["time"], sample["energy_j"]) for sample in samples if sample["energy_j"] is not None
-    ]
+    inside = [sample for sample in samples if begin <= sample["time"] <= end]
     return {
         "uuid": uuid,
-        "num_samples": sum(begin <= sample["time"] <= end for sample in samples),
+        "num_samples": len(inside),
         "sm_clock_mhz": _median(clocks),
         "sm_clock_min_mhz": min(clocks, default=None),
         "sm_clock_max_mhz": max(clocks, default=None),
@@ -198,7 +211,7 @@ def _summary(
         "power_w": _median(values("power_w")),
         "temperature_c": max(values("temperature_c"), default=None),
         **_throttling(values("throttle")),
-        "energy_j": _energy(read, begin, end),
+        "energy_j": _energy(samples, begin, end),
         "other_processes": _num_foreign(samples, begin, end, our_pids),
     }
 
@@ -209,7 +222,7 @@ def _median(values: list[float]) -> float | None:
     return None
 
 
-def _throttling(reasons: list[list[str]]) -> dict[str, Any]:
+def _throttling(reasons: list[list[str]]) -> dict[str, object]:
     """``throttle`` and ``slowdowns``, from the reasons of each sample; None without samples."""
     if not reasons:
         return {"throttle": None, "slowdowns": None}
@@ -220,11 +233,11 @@ def _throttling(reasons: list[list[str]]) -> dict[str, Any]:
     }
 
 
-def _within(
-    samples: list[dict[str, Any]], name: str, begin: float, end: float
-) -> list[dict[str, Any]]:
-    """The samples of a window with a value for ``name``; if there is none, the nearest before and after the window."""
-    before, inside, after = [], [], []
+def _within(samples: list[SampleJson], name: str, begin: float, end: float) -> list[SampleJson]:
+    """The samples of a window with a value for ``name``, or else the nearest before and after."""
+    before: list[SampleJson] = []
+    inside: list[SampleJson] = []
+    after: list[SampleJson] = []
     for sample in samples:
         if sample.get(name) is None:
             continue
@@ -239,12 +252,18 @@ def _within(
     return [*before[-1:], *after[:1]]
 
 
-def _energy(counter: list[tuple[float, float]], begin: float, end: float) -> float | None:
-    """Joules between two times, interpolated; None if the counter was not read around both, or was reset."""
-    if not counter:
-        return None
-    times, joules = zip(*counter, strict=True)
-    if begin < times[0] or end > times[-1] or list(joules) != sorted(joules):
+def _energy(samples: list[SampleJson], begin: float, end: float) -> float | None:
+    """Joules between two times, interpolated.
+
+    None if the counter was not read around both, or was reset.
+    """
+    times: list[float] = []
+    joules: list[float] = []
+    for sample in samples:
+        if sample["energy_j"] is not None:
+            times.append(sample["time"])
+            joules.append(sample["energy_j"])
+    if not times or begin < times[0] or end > times[-1] or joules != sorted(joules):
         return None
     import numpy as np  # the command line starts faster without it
 
@@ -253,7 +272,7 @@ def _energy(counter: list[tuple[float, float]], begin: float, end: float) -> flo
 
 
 def _num_foreign(
-    samples: list[dict[str, Any]], begin: float, end: float, our_pids: set[int]
+    samples: list[SampleJson], begin: float, end: float, our_pids: set[int]
 ) -> int | None:
     """Number of foreign processes in a window; None if processes cannot be listed.
 

@@ -1,6 +1,7 @@
-"""What torch reports of itself and of the accelerator: ``python -m bench.launch.torch_facts``, which prints JSON.
+"""What torch reports of itself and of the accelerator.
 
-It is another process, because importing torch takes seconds and may fail, and a driver may hang.
+``python -m bench.launch.torch_facts`` prints it as JSON. It is another process, because importing
+torch takes seconds and may fail, and a driver may hang.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 from bench.files import ROOT, python_path
 
@@ -27,6 +28,17 @@ GLOO_RANKS, GLOO_TIMEOUT_S = 2, 60.0
 """Ranks of that test, and its time limit."""
 
 
+class TorchDevice(TypedDict):
+    """A GPU, as torch reports it."""
+
+    index: int
+    name: str
+    uuid: str
+    memory_bytes: int
+    capability: Sequence[int]
+    """Its compute capability."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchFacts:
     """What torch reports."""
@@ -36,9 +48,8 @@ class TorchFacts:
     """Version of CUDA that it is built for."""
     hip: str | None
     """Version of ROCm that it is built for."""
-    devices: Sequence[dict[str, Any]] = ()
-    """Index, name, uuid and memory_bytes of each visible GPU; ``capability``, its compute
-    capability."""
+    devices: Sequence[TorchDevice] = ()
+    """Those that are visible."""
     device_error: str = ""
     architectures: Sequence[str] = ()
     """Architectures of its kernels, such as sm_90 or compute_90."""
@@ -85,19 +96,19 @@ def ask_torch(
         return None, f"exit status {process.returncode}"
 
 
-def _devices() -> dict[str, Any]:
+def _devices() -> dict[str, object]:
+    """The facts of the accelerator, by the names of ``TorchFacts``."""
     import torch
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         usable = torch.accelerator.is_available()
     if not usable:
-        return {
-            "device_error": "; ".join(" ".join(str(warning.message).split()) for warning in caught)
-        }
+        problems = [_in_one_line(warning.message) for warning in caught]
+        return {"device_error": "; ".join(problems)}
     try:
-        module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
-        devices: list[dict[str, Any]] = []
+        module = torch.get_device_module(torch.accelerator.current_accelerator())
+        devices: list[TorchDevice] = []
         for index in range(torch.accelerator.device_count()):
             about = module.get_device_properties(index)
             uuid = f"GPU-{index}"
@@ -109,32 +120,35 @@ def _devices() -> dict[str, Any]:
                     "name": about.name,
                     "uuid": uuid,
                     "memory_bytes": about.total_memory,
+                    "capability": [about.major, about.minor],
                 }
             )
-            devices[-1]["capability"] = [about.major, about.minor]
         no_peers = []
         for a, b in itertools.permutations(range(len(devices)), 2):
             if not module.can_device_access_peer(a, b):
                 no_peers.append([a, b])
         return {"devices": devices, "architectures": module.get_arch_list(), "no_peers": no_peers}
     except (RuntimeError, AssertionError, AttributeError) as error:
-        return {"device_error": " ".join(str(error).split())}
+        return {"device_error": _in_one_line(error)}
+
+
+def _in_one_line(words: object) -> str:
+    return " ".join(str(words).split())
 
 
 def _gloo() -> str:
-    """Why forked processes cannot all-reduce over gloo on the loopback device; empty if they can."""
+    """Why forked processes cannot all-reduce over gloo on the loopback; empty if they can."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with multiprocessing.get_context("fork").Pool(GLOO_RANKS) as pool:
         try:
-            sums = pool.starmap_async(
-                _sum_over_gloo, [(rank, port) for rank in range(GLOO_RANKS)]
-            ).get(GLOO_TIMEOUT_S)
+            ranks = [(rank, port) for rank in range(GLOO_RANKS)]
+            sums = pool.starmap_async(_sum_over_gloo, ranks).get(GLOO_TIMEOUT_S)
         except multiprocessing.TimeoutError:
             return f"no answer within {GLOO_TIMEOUT_S:g} s"
         except Exception as error:  # any error is the answer
-            return " ".join(f"{type(error).__name__}: {error}".split())
+            return _in_one_line(f"{type(error).__name__}: {error}")
     if set(sums) == {GLOO_RANKS}:
         return ""
     return f"{GLOO_RANKS} ones add up to {sums}"
@@ -164,12 +178,14 @@ def main() -> None:
     gloo_error = ""
     if GLOO in sys.argv:
         gloo_error = _gloo()
-    about = {"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
-    print(
-        json.dumps(
-            {**about, "nccl": dist.is_nccl_available(), "gloo_error": gloo_error, **_devices()}
-        )
-    )
+    facts: dict[str, object] = {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "nccl": dist.is_nccl_available(),
+        "gloo_error": gloo_error,
+    }
+    print(json.dumps(facts | _devices()))
 
 
 if __name__ == "__main__":

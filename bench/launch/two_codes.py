@@ -1,4 +1,7 @@
-"""Trials of two commits of the bench in one run: those of the other one start from a launcher's process of its code."""
+"""Trials of two commits of the bench in one run.
+
+Those of the other commit start from a launcher's process of its code.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ FOLDER = "against"
 
 
 def commit_of(name: str) -> str:
-    """The full hash of a commit of the checkout. Raises InputError if there is none of that name."""
+    """The full hash of a commit of the checkout. Raises InputError if there is no such commit."""
     found = _git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
     if not found:
         raise InputError(
@@ -32,7 +35,10 @@ def commit_of(name: str) -> str:
 
 
 def unpack(commit: str, folder: Path) -> Path:
-    """The package as it was at a commit, below the run's folder. Raises InputError if the checkout lacks the commit."""
+    """The package as it was at a commit, below the run's folder.
+
+    Raises InputError if the checkout lacks the commit.
+    """
     place = folder / FOLDER
     if not place.is_dir():
         content = _git("archive", "--format=tar", commit, "bench")

@@ -98,7 +98,10 @@ class Watch:
         self.interval_s = min(POLL_S, *(limit / 4 for limit in limits))
 
     def look(self, sights: Sequence[Sight]) -> Ending | None:
-        """The reason to end the trial; None if it may go on. ``sights`` has the nodes in the order of their ranks."""
+        """The reason to end the trial; None if it may go on.
+
+        ``sights`` has the nodes in the order of their ranks.
+        """
         now = time.monotonic()
         counts = list(itertools.chain.from_iterable(sight.counts for sight in sights))
         self._states = list(itertools.chain.from_iterable(sight.states for sight in sights))

@@ -1,9 +1,9 @@
 """Measures the dtype in which a backend accumulates gradients, through its own training loop.
 
-Both probes train two windows of a tiny model with SGD at learning rate 1. Its loss is linear, so the
-data of a micro-batch *is* its gradient, and the change of the weights is the accumulated gradient.
-Gradients of the first window are 0: what is measured is the second, as frameworks may treat the
-first in another way.
+Both probes train two windows of a tiny model with SGD at learning rate 1. Its loss is linear, so
+the data of a micro-batch *is* its gradient, and the change of the weights is the accumulated
+gradient. Gradients of the first window are 0: what is measured is the second, as frameworks may
+treat the first in another way.
 
 ``accumulator``: four micro-batches with gradients 2^j, 1, -2^(j-1) and -2^(j-1), one weight per j.
 Their sum is 1, but 0 if 2^j + 1 does not fit into the accumulator: a significand of p bits keeps
@@ -27,7 +27,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bench.backends.base import Backend
 from bench.backends.training_job import Job
@@ -53,14 +53,15 @@ PARAMETER = "block.weight"
 
 def accumulator(
     backend: type[Backend], cell: Cell, rank: int, device: torch.device
-) -> dict[str, Any]:
-    """How the backend accumulates in the cell's precision and world. Collective; equal on every rank.
+) -> dict[str, object]:
+    """How the backend accumulates in the cell's precision and world. Collective.
 
     ``dtype``: fp32, bf16, another of BITS, ``other: .. bits``, or NOT_MEASURED;
     ``significand_bits``: number of j kept, from 0 to the first that is lost; ``sum``: of the
     gradients 256, 1, -128 and -128; ``result_dtype``: in which the sum reaches the optimizer;
     ``scale``: factor on the mean gradient, 1 if correct; ``num_updates``: updates in the window, 1
-    if correct. With several updates nothing is accumulated, so ``dtype`` is ``other``.
+    if correct. With several updates nothing is accumulated, so ``dtype`` is ``other``. All ranks
+    find the same.
     """
     if backend.sync is Sync.NONE or not cell.world.has_values:
         return {"dtype": NOT_MEASURED}
@@ -73,33 +74,39 @@ def accumulator(
     mine = torch.cat([summed, kept_whole], dim=1)
     change, num_updates = _update(backend, cell, rank, device, mine)
     scale = float(change[0]) * len(mine)
-    found: dict[str, Any] = {
-        "dtype": "other: no update",
-        "scale": scale,
-        "num_updates": num_updates,
-    }
     if not (math.isfinite(scale) and scale):
-        return found
+        return {"dtype": "other: no update", "scale": scale, "num_updates": num_updates}
     totals = change / change[0]
-    sums = totals[:NUM_MAGNITUDES].tolist()
-    kept = next((j for j, total in enumerate(sums) if abs(total - 1) > 1e-3), NUM_MAGNITUDES)
+    sums: list[float] = totals[:NUM_MAGNITUDES].tolist()
+    kept = _num_ones(sums, 1e-3)
     dtype = result = f"other: {num_updates} updates"
     if num_updates == 1:
         dtype = _dtype(kept)
         digits = ((totals[NUM_MAGNITUDES:] - 1) * large.double()).tolist()
-        last = next((j for j, digit in enumerate(digits) if abs(digit - 1) > 0.5), NUM_MAGNITUDES)
-        result = _dtype(last)
+        result = _dtype(_num_ones(digits, 0.5))
     return {
-        **found,
         "dtype": dtype,
+        "scale": scale,
+        "num_updates": num_updates,
         "significand_bits": kept,
         "sum": sums[8] + 0.0,
         "result_dtype": result,
     }
 
 
+def _num_ones(numbers: Sequence[float], tolerance: float) -> int:
+    """How many numbers come before the first that is further than this from 1."""
+    for place, number in enumerate(numbers):
+        if abs(number - 1) > tolerance:
+            return place
+    return len(numbers)
+
+
 def _dtype(kept: int) -> str:
-    """The dtype with this many bits, plus or minus one: a W that is no power of two may cost a bit in rounding."""
+    """The dtype with this many bits, plus or minus one.
+
+    A W that is no power of two may cost a bit in rounding.
+    """
     if kept == NUM_MAGNITUDES:
         return "fp64"
     name = min(BITS, key=lambda name: abs(BITS[name] - kept))
@@ -110,13 +117,13 @@ def _dtype(kept: int) -> str:
 
 def error(
     backend: type[Backend], cell: Cell, rank: int, device: torch.device, accumulate: int
-) -> dict[str, Any] | None:
-    """The relative L2 error of the mean of N micro-gradients over all ranks, against fp64. Collective.
+) -> dict[str, object] | None:
+    """The relative L2 error of the mean of N micro-gradients over all ranks. Collective.
 
     Gradients are normal with mean 1 and deviation 1, different on each rank. ``factor`` is 1 or
     1/N, whichever is nearer to the update's least-squares ``scale``; the update is divided by it,
-    which corrects only the known defect, before ``error`` is computed. None if ``accumulator`` says
-    NOT_MEASURED.
+    which corrects only the known defect, before ``error`` is computed, against fp64. None if
+    ``accumulator`` says NOT_MEASURED.
     """
     if backend.sync is Sync.NONE or not cell.world.has_values:
         return None
@@ -129,7 +136,7 @@ def error(
     exact = gradients.double().mean(dim=(0, 1))
     scale = float(change @ exact / (exact @ exact))
     factor = 1.0
-    if not (not math.isfinite(scale) or scale * math.sqrt(accumulate) >= 1):
+    if math.isfinite(scale) and scale * math.sqrt(accumulate) < 1:
         factor = 1 / accumulate
     return {
         "accumulate": accumulate,
@@ -169,7 +176,10 @@ def _model(num_weights: int) -> nn.Module:
 def _update(
     backend: type[Backend], cell: Cell, rank: int, device: torch.device, gradients: Tensor
 ) -> tuple[Tensor, int]:
-    """The decrease of the weights by a second window, on ``gradients`` [N, weights], and its number of updates."""
+    """By how much a second window decreases the weights, and its number of updates.
+
+    ``gradients`` has the shape [N, weights].
+    """
     import torch
 
     accumulate, num_weights = gradients.shape

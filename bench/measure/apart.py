@@ -1,8 +1,9 @@
 """Comparisons with the reference in a process that has not run the backend's code.
 
-A backend's module may replace functions of torch, or of this package, in the process that imports it. So a rank only
-leaves its tensors in a file and asks. When all ranks have ended, the launcher's process compares, which imports no
-backend, and the bench's own process adds what was found to the rank's result.
+A backend's module may replace functions of torch, or of this package, in the process that imports
+it. So a rank only leaves its tensors in a file and asks. When all ranks have ended, the launcher's
+process compares, which imports no backend, and the bench's own process adds what was found to the
+rank's result.
 """
 
 from __future__ import annotations
@@ -10,15 +11,24 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from bench import files
 
 LARGEST_BYTES = 2**30
-"""Most bytes of tensors that are left in a file. More are compared in the rank, on its device: to write and read those
-of 1b would take longer than to train a window."""
+"""Most bytes of tensors that are left in a file. More are compared in the rank, on its device: to
+write and read those of 1b would take longer than to train a window."""
 ASKED, FOUND = "asked.json", "found.json"
 """Endings of a rank's files: what is to be compared, and what was found."""
+
+
+class AskedComparison(TypedDict):
+    """The content of a file that ends with ASKED; see ``ask``."""
+
+    values: str
+    reference: str
+    result: str
+    keys: dict[str, str]
 
 
 def ask(
@@ -33,10 +43,10 @@ def ask(
 ) -> None:
     """Ask for a comparison of the tensors in two safetensors files, by the name of this comparison.
 
-    ``result`` is the key of the rank's result that what is found is added to, and ``keys`` are those of
-    ``bench.measure.update.compare`` with their names there.
+    ``result`` is the key of the rank's result that what is found is added to, and ``keys`` are
+    those of ``bench.measure.update.compare`` with their names there.
     """
-    asked = {
+    asked: AskedComparison = {
         "values": str(values),
         "reference": str(reference),
         "result": result,
@@ -46,8 +56,9 @@ def ask(
 
 
 def answer(folder: Path) -> None:
-    """Make the comparisons that the ranks of a trial have asked for, and write beside each what was found."""
+    """Make the comparisons that the ranks of a trial asked for, and write what each has found."""
     for path in sorted(folder.glob(f"rank*.{ASKED}")):
+        found: dict[str, object]
         try:
             found = _compared(json.loads(path.read_text(encoding="utf-8")))
         except Exception as error:  # a damaged file ends its trial, and not the launcher
@@ -55,13 +66,13 @@ def answer(folder: Path) -> None:
         files.write(path.with_name(path.name.replace(ASKED, FOUND)), json.dumps(found))
 
 
-def _compared(asked: Mapping[str, Any]) -> dict[str, Any]:
+def _compared(asked: AskedComparison) -> dict[str, object]:
     import torch
 
     from bench.measure.update import compare_files
 
     torch.set_num_threads(1)  # others would spin for a while, beside the next trial
-    found = compare_files(Path(asked["values"]), Path(asked["reference"]))
+    found: Mapping[str, object] = compare_files(Path(asked["values"]), Path(asked["reference"]))
     named = {name: found[key] for key, name in asked["keys"].items()}
     return {"result": asked["result"], "found": named}
 

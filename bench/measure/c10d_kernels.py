@@ -1,4 +1,4 @@
-"""Reports collectives where they are issued, by kernels on the operators of c10d, above those of the backends.
+"""Reports collectives as they are issued, by kernels on c10d's operators above those of backends.
 
 Calls from Python, from C++ (DDP's reducer), and from functional and compiled code pass these
 operators. Unlike a dispatch mode, which sees every operator, a kernel costs nothing where no
@@ -15,11 +15,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 C10D = {
     "allreduce_": "all_reduce",
@@ -57,12 +60,12 @@ class CollectiveCall:
     """A call of a collective, by its common name."""
 
     name: str
-    operator: Any
+    operator: OpOverload[..., object]
     arguments: tuple[Any, ...]
-    result: Any
+    result: object
 
     @property
-    def group(self) -> Any:
+    def group(self) -> dist.ProcessGroup:
         names = (argument.name for argument in self.operator._schema.arguments)
         given = dict(zip(names, self.arguments, strict=False))
         if "group_name" in given:
@@ -71,7 +74,10 @@ class CollectiveCall:
 
     @property
     def tensor_lists(self) -> list[list[torch.Tensor]]:
-        """Its outputs and inputs, in any order; operators of c10d are given both, functional ones return outputs."""
+        """Its outputs and inputs, in any order.
+
+        Operators of c10d are given both, functional ones return outputs.
+        """
         sides = self.arguments[:2]
         if self.operator.namespace != "c10d":
             sides = (self.arguments[0], self.result)
@@ -87,11 +93,14 @@ class CollectiveCall:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the whole tensor, which is the larger side: before a scatter or reduction, or after a gather."""
+        """Bytes of the whole tensor, which is the larger side.
+
+        That is the one before a scatter or reduction, or after a gather.
+        """
         return max(sum(map(_num_bytes, side)) for side in self.tensor_lists)
 
 
-def _tensors(side: Any) -> list[torch.Tensor]:
+def _tensors(side: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(side) if isinstance(leaf, torch.Tensor)]
 
 
@@ -110,9 +119,8 @@ class CollectiveKernels:
 
     def __init__(self, report: Callable[[CollectiveCall], None], only: str = "") -> None:
         self._report, self._only = report, only
-        self._libraries: list[
-            Any
-        ] = []  # a kernel lives as long as its library, also in forked processes
+        self._libraries: list[torch.library.Library] = []
+        """A kernel lives as long as its library, also in forked processes."""
         self._running = threading.local()
 
     def install(self) -> None:
@@ -123,10 +131,8 @@ class CollectiveKernels:
             for name, common in names.items():
                 if self._only not in common:
                     continue
-                operator = getattr(getattr(torch.ops, namespace), name).default
-                library.impl(
-                    name, self._kernel(operator, common), "BackendSelect", with_keyset=True
-                )
+                kernel = self._kernel(getattr(getattr(torch.ops, namespace), name).default, common)
+                library.impl(name, kernel, "BackendSelect", with_keyset=True)
             self._libraries.append(library)
 
     def remove(self) -> None:
@@ -134,10 +140,10 @@ class CollectiveKernels:
             library._destroy()
         self._libraries.clear()
 
-    def _kernel(self, operator: Any, name: str) -> Any:
+    def _kernel(self, operator: OpOverload[..., object], name: str) -> Callable[..., object]:
         below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
-        def kernel(keys: Any, *arguments: Any, **options: Any) -> Any:
+        def kernel(keys: torch._C.DispatchKeySet, *arguments: object, **options: object) -> object:
             is_outer = not getattr(self._running, "collective", False)
             self._running.collective = True
             try:

@@ -1,4 +1,4 @@
-"""Counts collectives by operation, group and dtype, and checks that they are counted and that averages average.
+"""Counts collectives by operation, group and dtype, and checks the counting and the averaging.
 
 torch's CommDebugMode fails on the second micro-batch of a window.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any, Self
+from typing import Self, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,17 @@ from bench.measure.c10d_kernels import CollectiveCall, CollectiveKernels
 from bench.plan.cell import RankGroup
 
 
-def group_kind(group: Any) -> RankGroup:
+class CollectiveCount(TypedDict):
+    """The calls of one operation on one dtype in one group."""
+
+    op: str
+    group: str
+    dtype: str
+    calls: int
+    payload_bytes: int
+
+
+def group_kind(group: dist.ProcessGroup) -> RankGroup:
     """Which ranks are in a process group.
 
     Consecutive ranks form a shard group, as in torch's meshes, whose last dimension varies fastest;
@@ -31,7 +41,10 @@ def group_kind(group: Any) -> RankGroup:
 
 
 class CollectiveCounter(CollectiveKernels):
-    """Counts calls and payload bytes by operation, group and dtype while it is open and ``counting`` is set."""
+    """Counts calls and payload bytes by operation, group and dtype.
+
+    It counts while it is open and ``counting`` is set.
+    """
 
     def __init__(self) -> None:
         super().__init__(self._count)
@@ -53,7 +66,7 @@ class CollectiveCounter(CollectiveKernels):
             self.bytes[key] += collective.payload_bytes
 
     def self_test(self, device: torch.device) -> None:
-        """Check on the default process group that collectives are counted and that AVG averages. Collective.
+        """Check on the default group that collectives are counted and AVG averages. Collective.
 
         One all-reduce of 8 bytes over the rank numbers 0 to W - 1 must be counted and average to (W
         - 1) / 2, up to the rounding of a sum and of 1/W, by which NCCL multiplies before summing.
@@ -64,16 +77,10 @@ class CollectiveCounter(CollectiveKernels):
             probe.counting = True
             values = torch.full((2,), float(dist.get_rank()), device=device)
             dist.all_reduce(values, op=dist.ReduceOp.AVG)
-        seen = [
-            {
-                "op": "all_reduce",
-                "group": "world",
-                "dtype": "float32",
-                "calls": 1,
-                "payload_bytes": 8,
-            }
-        ]
-        if probe.rows() != seen:
+        issued = CollectiveCount(
+            op="all_reduce", group="world", dtype="float32", calls=1, payload_bytes=8
+        )
+        if probe.rows() != [issued]:
             raise RuntimeError(
                 f"collectives cannot be counted: an all-reduce of 8 bytes is seen as {probe.rows()}"
             )
@@ -85,7 +92,8 @@ class CollectiveCounter(CollectiveKernels):
         if not all(math.isclose(value, right, rel_tol=rounding) for value in found):
             name = dist.get_backend()
             raise RuntimeError(
-                f"{name} does not average: AVG over the ranks' numbers is {found[0]:g}, not {right:g}"
+                f"{name} does not average: AVG over the ranks' numbers is {found[0]:g}, "
+                f"not {right:g}"
             )
 
     def start(self) -> None:
@@ -94,15 +102,14 @@ class CollectiveCounter(CollectiveKernels):
     def stop(self) -> None:
         self.counting = False
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One row per operation, group and dtype: op, group, dtype, calls, payload_bytes."""
-        return [
-            {
-                "op": op,
-                "group": group,
-                "dtype": dtype,
-                "calls": calls,
-                "payload_bytes": self.bytes[op, group, dtype],
-            }
-            for (op, group, dtype), calls in sorted(self.calls.items())
-        ]
+    def rows(self) -> list[CollectiveCount]:
+        """One row per operation, group and dtype."""
+        found: list[CollectiveCount] = []
+        for key, calls in sorted(self.calls.items()):
+            op, group, dtype = key
+            found.append(
+                CollectiveCount(
+                    op=op, group=group, dtype=dtype, calls=calls, payload_bytes=self.bytes[key]
+                )
+            )
+        return found

@@ -26,6 +26,8 @@ from bench.measure.taps import Instrument, Taps
 from bench.plan.task import CPU_WINDOWS
 
 if TYPE_CHECKING:
+    from torch._C._autograd import _KinetoEvent
+
     from bench.measure.operators import PlainWork
 
 LAUNCHES = (
@@ -83,14 +85,12 @@ class HostCost:
             self.instruments.append(self._profiler)
 
     @property
-    def result(self) -> dict[str, Any]:
+    def result(self) -> dict[str, object]:
         operators = self._operators
+        found: dict[str, object] = dict.fromkeys(NUMBERS)
         measured = [part.seconds for part in self._cpu if part.seconds is not None]
-        found: dict[str, Any] = {
-            "cpu_s": min(measured, default=None),
-            "num_operators": None,
-            "num_launches": None,
-        }
+        if measured:
+            found["cpu_s"] = min(measured)
         if operators.ended:
             found["num_operators"] = operators.count
         if self._profiler is not None and (number := num_launches(self._profiler.events)):
@@ -101,11 +101,10 @@ class HostCost:
         return found
 
 
-def num_launches(events: Iterable[Any]) -> int | None:
-    """The number of kernel launches among Kineto's events; None if kernels ran but no launch was seen.
+def num_launches(events: Iterable[_KinetoEvent]) -> int | None:
+    """The number of kernel launches among the events; None if kernels ran but none was seen.
 
-    ``events`` are ``torch._C._autograd._KinetoEvent``. A runtime call and the driver call it makes
-    share a correlation id and count as one launch.
+    A runtime call and the driver call it makes share a correlation id and count as one launch.
     """
     calls: set[int] = set()
     unnamed = kernels = 0
@@ -123,17 +122,20 @@ def num_launches(events: Iterable[Any]) -> int | None:
     return None
 
 
-def merge(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the ranks' costs: the maximum of each number (None if a rank lacks it), and the first other work."""
-    merged: dict[str, Any] = {}
+def merge(ranks: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+    """Merge the ranks' costs: the maximum of each number, and the first other work.
+
+    A number is None if a rank lacks it.
+    """
+    merged: dict[str, object] = {}
     for name in NUMBERS:
         values = [rank[name] for rank in ranks]
         merged[name] = None
         if None not in values:
             merged[name] = max(values)
-    compared = [rank[OTHER_WORK] for rank in ranks if OTHER_WORK in rank]
-    if compared:
-        merged[OTHER_WORK] = next(filter(None, compared), "")
+    for rank in ranks:
+        if OTHER_WORK in rank and not merged.get(OTHER_WORK):
+            merged[OTHER_WORK] = rank[OTHER_WORK]
     if PRODUCTS in ranks[0]:
         merged[PRODUCTS] = ranks[0][PRODUCTS]
     return merged

@@ -8,7 +8,11 @@ NCCL's kernels run while they wait for other ranks, so their time includes waiti
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch._C._autograd import _KinetoEvent
+    from torch.profiler import profile
 
 COLLECTIVE_PREFIXES = ("nccl",)
 """Prefixes of NCCL's kernels: ``ncclDevKernel_AllGather_RING_LL(...)``, ``ncclSymkDevKernel_...``
@@ -20,44 +24,44 @@ WAITING = (" Sync", "Stream Wait Event")
 """Suffixes of Kineto's ``cuda_sync`` names."""
 
 
-def exposure(events: Iterable[Any]) -> dict[str, float] | None:
-    """Seconds of one window on one device, from Kineto's events in any order; None if none is the device's.
+def exposure(events: Iterable[_KinetoEvent]) -> dict[str, float] | None:
+    """Seconds of one window on one device, from events in any order; None if it had no work.
 
     ``collective_s``: in which at least one collective ran; ``exposed_s``: the part in which nothing
     else ran; ``compute_s``: in which at least one kernel or copy of another kind ran, since
     communication can hide behind copies too; ``num_collectives``, the number of their kernels.
-    ``events`` are ``torch._C._autograd._KinetoEvent``.
     """
-    on_device = [event for event in events if category(event) in DEVICE_CATEGORIES]
-    if not on_device:
-        return None
-    collectives, others = [], []
-    for event in on_device:
+    collectives: list[_KinetoEvent] = []
+    others: list[_KinetoEvent] = []
+    for event in events:
+        if category(event) not in DEVICE_CATEGORIES:
+            continue
         if event.name().startswith(COLLECTIVE_PREFIXES):
             collectives.append(event)
         else:
             others.append(event)
+    if not collectives and not others:
+        return None
     compute_s = _covered_s(others)
     return {
         "collective_s": _covered_s(collectives),
-        "exposed_s": max(0.0, _covered_s(on_device) - compute_s),
+        "exposed_s": max(0.0, _covered_s([*collectives, *others]) - compute_s),
         "compute_s": compute_s,
         "num_collectives": len(collectives),
     }
 
 
-def _covered_s(events: Iterable[Any]) -> float:
+def _covered_s(events: Iterable[_KinetoEvent]) -> float:
     """Seconds in which at least one of the events ran."""
     covered, until = 0, 0
-    for start, end in sorted(
-        (event.start_ns(), event.start_ns() + event.duration_ns()) for event in events
-    ):
+    spans = [(event.start_ns(), event.start_ns() + event.duration_ns()) for event in events]
+    for start, end in sorted(spans):
         covered += max(0, end - max(start, until))
         until = max(until, end)
     return covered * 1e-9
 
 
-def merge(ranks: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+def merge(ranks: Sequence[Mapping[str, float] | None]) -> dict[str, float] | None:
     """Merge the ranks' times: those of the rank with the most exposed communication.
 
     None if a rank's profiler saw nothing, because it may be that rank.
@@ -77,8 +81,8 @@ class WindowProfiler:
     """
 
     def __init__(self) -> None:
-        self._profiler: Any = None
-        self.events: list[Any] = []
+        self._profiler: profile
+        self.events: list[_KinetoEvent] = []
         """Kineto's events of the last window."""
 
     def start(self) -> None:
@@ -94,11 +98,13 @@ class WindowProfiler:
 
         torch.accelerator.synchronize()
         self._profiler.stop()
-        self.events = list(self._profiler.profiler.kineto_results.events())
+        inner = self._profiler.profiler
+        assert inner is not None and inner.kineto_results is not None, "it has been stopped"
+        self.events = list(inner.kineto_results.events())
 
 
-def category(event: Any) -> str:
-    """Kineto's category of an event. Older torch does not expose it; there it follows from device and name."""
+def category(event: _KinetoEvent) -> str:
+    """Kineto's category of an event. Older torch does not tell it, but device and name do."""
     if hasattr(event, "activity_type"):
         return str(event.activity_type())
     name = event.name()

@@ -1,4 +1,4 @@
-"""What a rank holds when its training is over: parameters and optimizer state, as random projections of tensors.
+"""What a rank holds when its training is over: random projections of parameters and their state.
 
 Ranks hand over projections (``bench.measure.projection``), so nothing is gathered and no large file
 is written: projections of shards add up, those of replicas must be equal, and the distance to the
@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,15 +39,16 @@ from bench.measure.projection import (
     TRAINED,
     Part,
     Truth,
+    Truths,
     project,
 )
 
 SECOND_MOMENT = "exp_avg_sq"
 """The key of AdamW's mean of squared gradients."""
 NOISE = 1e-4
-"""Elements of a smaller gradient, relative to the root mean square of all, are not among the trained ones. In fp32 what
-should be 0, such as the gradient of the bias of an attention's keys, is some 1e-7 of that; a tensor of small gradients,
-such as a table of rare tokens, some 1e-2."""
+"""Elements of a smaller gradient, relative to the root mean square of all, are not among the
+trained ones. In fp32 what should be 0, such as the gradient of the bias of an attention's keys, is
+some 1e-7 of that; a tensor of small gradients, such as a table of rare tokens, some 1e-2."""
 UNSEEN = ("foreach", "fused", "capturable", "differentiable")
 """Settings of an optimizer that say how it computes, and not what."""
 MOST_SAMPLED = 2**18
@@ -57,21 +58,31 @@ FEWEST_SAMPLED = 32
 LOW_BITS = 0xFFFF
 """The part of an fp32 number that bf16 has not."""
 LEFT_OVER = 1e-3
-"""Share of elements with digits that bf16 has not, below which a tensor counts as rounded to bf16."""
+"""Share of elements with digits that bf16 has not, below which a tensor counts as rounded to
+bf16."""
 
 
-def _local(tensor: Tensor) -> tuple[Tensor, int] | None:
-    """A rank's own elements of a tensor, and the place of the first in the whole; None if they are not consecutive."""
+class LocalPart(NamedTuple):
+    """Consecutive elements of a tensor that a rank holds."""
+
+    value: Tensor
+    start: int
+    """The place of the first element in the whole tensor."""
+
+
+def _local(tensor: Tensor) -> LocalPart | None:
+    """What this rank holds of a tensor; None if its elements are not consecutive."""
     if not isinstance(tensor, DTensor):
-        return tensor, 0
+        return LocalPart(tensor, 0)
     placements = tensor.placements
-    if not all(type(each) is Replicate or each == Shard(0) for each in placements):
-        return None
+    for placement in placements:
+        if type(placement) is not Replicate and placement != Shard(0):
+            return None
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
     first = 0
     if offset:
         first = offset[0]
-    return tensor.to_local(), first * math.prod(tensor.shape[1:])
+    return LocalPart(tensor.to_local(), first * math.prod(tensor.shape[1:]))
 
 
 def _norm(tensor: Tensor) -> float:
@@ -111,7 +122,7 @@ class Masks:
                 self._names = set(stored.keys())
 
     def of(self, name: str, start: int, count: int) -> Tensor | None:
-        """Whether each of ``count`` elements from ``start`` on is; None if all of the parameter are."""
+        """Whether each of ``count`` elements from ``start`` on is; None if the whole is trained."""
         if name not in self._names:
             return None
         first, last = start // 8, -(-(start + count) // 8)
@@ -169,14 +180,13 @@ class Projecting(Mapping[str, Tensor]):
         self, after: Mapping[str, Tensor], names: Iterable[str], kind: str, device: torch.device
     ) -> None:
         self._after, self._names, self._kind, self._device = after, set(names), kind, device
-        self.parts: list[dict[str, Any]] = []
-        """Those of the tensors that have been read, as plain JSON."""
+        self.parts: list[Part] = []
+        """Those of the tensors that have been read."""
 
     def __getitem__(self, name: str) -> Tensor:
         value = self._after[name]
         if name in self._names and value.is_floating_point():
-            found = _parts(self._kind, name, value.detach(), 0, self._device, None)
-            self.parts += map(asdict, found)
+            self.parts += _parts(self._kind, name, value.detach(), 0, self._device, None)
         return value
 
     def __iter__(self) -> Iterator[str]:
@@ -187,7 +197,10 @@ class Projecting(Mapping[str, Tensor]):
 
 
 class FinalState:
-    """What a rank holds at the end of a training. ``built`` is called with the model before the backend has it."""
+    """What a rank holds at the end of a training.
+
+    ``built`` is called with the model before the backend has it.
+    """
 
     def __init__(self, reference: Path) -> None:
         """``reference``: the file of the reference's update."""
@@ -208,15 +221,16 @@ class FinalState:
         self,
         backend: Backend,
         optimizers: Sequence[Optimizer],
-        settings: Mapping[str, Any],
+        settings: Mapping[str, object],
         device: torch.device,
         *,
         whole: bool,
-    ) -> dict[str, Any]:
-        """As plain JSON: ``parts``, the largest number of ``steps``, and ``settings`` other than the given ones.
+    ) -> dict[str, object]:
+        """``parts``, the largest number of ``steps``, and ``settings`` other than the given ones.
 
-        With ``whole``, the backend's gathered tensors too, which is collective: the parameters, and the state of an
-        optimizer that steps something else. Without, what the tapped optimizers step.
+        With ``whole``, the backend's gathered tensors too, which is collective: the parameters, and
+        the state of an optimizer that steps something else. Without, what the tapped optimizers
+        step. The result is plain JSON.
         """
         masks = Masks(self._reference.with_suffix(MASKS))
         parts = list(self._of_optimizers(optimizers, None if whole else masks))
@@ -244,38 +258,55 @@ class FinalState:
             name = names.get(id(parameter), "")
             if parameter.numel() != self._counts.get(name):
                 name = ""
-            found = _local(parameter.detach())
-            if masks is not None and found is not None and parameter.is_floating_point():
+            held = _local(parameter.detach())
+            if masks is not None and held is not None and parameter.is_floating_point():
                 named = masks if name else None
-                yield from _parts(PARAMETERS, name, found[0], found[1], found[0].device, named)
-            for key, tensor in state.items():
-                found = None
-                if isinstance(tensor, Tensor) and tensor.shape == parameter.shape and tensor.dim():
-                    found = _local(tensor.detach())
-                if found is not None:
-                    yield from _parts(key, name, _real(found[0]), found[1], found[0].device, None)
+                yield from _parts(
+                    PARAMETERS, name, held.value, held.start, held.value.device, named
+                )
+            for key, tensor in _like(parameter, state).items():
+                held = _local(tensor.detach())
+                if held is not None:
+                    value = _real(held.value)
+                    yield from _parts(key, name, value, held.start, value.device, None)
 
 
-def _stepped(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
-    """The tensors that optimizers step, with their state; ZeRO-3 takes them out of the groups after each step."""
+def _like(parameter: Tensor, state: Mapping[str, object]) -> dict[str, Tensor]:
+    """The state of a parameter that has its shape, by key."""
+    return {
+        key: tensor
+        for key, tensor in state.items()
+        if isinstance(tensor, Tensor) and tensor.shape == parameter.shape and tensor.dim()
+    }
+
+
+def _stepped(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Tensor, Mapping[str, object]]]:
+    """The tensors that optimizers step, with their state.
+
+    ZeRO-3 takes them out of the groups after each step.
+    """
     for optimizer in optimizers:
-        in_groups = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        stepped = {id(parameter): parameter for parameter in (*in_groups, *optimizer.state)}
+        stepped: dict[int, Tensor] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                stepped[id(parameter)] = parameter
+        for parameter in optimizer.state:
+            stepped[id(parameter)] = parameter
         for parameter in stepped.values():
             yield parameter, optimizer.state.get(parameter, {})
 
 
 def most_steps(optimizers: Sequence[Optimizer]) -> int | None:
     """The largest number of steps that an optimizer's own state counts; None if none counts."""
-    counts = [
-        int(state["step"])
-        for _, state in _stepped(optimizers)
-        if isinstance(state.get("step"), int | float | Tensor)
-    ]
+    counts: list[int] = []
+    for _, state in _stepped(optimizers):
+        step = state.get("step")
+        if isinstance(step, int | float | Tensor):
+            counts.append(int(step))
     return max(counts, default=None)
 
 
-def other_settings(optimizers: Sequence[Optimizer], settings: Mapping[str, Any]) -> list[str]:
+def other_settings(optimizers: Sequence[Optimizer], settings: Mapping[str, object]) -> list[str]:
     """Settings with which parameters were stepped and that are not the given ones, in words."""
     found: dict[str, None] = {}
     for optimizer in optimizers:
@@ -286,14 +317,14 @@ def other_settings(optimizers: Sequence[Optimizer], settings: Mapping[str, Any])
     return list(found)
 
 
-def _is_same(ours: Any, right: Any) -> bool:
+def _is_same(ours: object, right: object) -> bool:
     ours, right = _plain(ours), _plain(right)
     if isinstance(ours, float) and isinstance(right, float):
         return math.isclose(ours, right, rel_tol=1e-6)
     return bool(ours == right)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A setting as Python numbers: frameworks keep some as tensors, or as lists."""
     if isinstance(value, Tensor):
         value = value.tolist()
@@ -307,7 +338,7 @@ def _plain(value: Any) -> Any:
 def write_truth(
     path: Path, before: nn.Module, model: nn.Module, optimizer: Optimizer, windows: int
 ) -> None:
-    """Write what the reference holds after its training of ``windows`` windows, and which elements are trained.
+    """Write what the reference holds after ``windows`` windows, and which elements are trained.
 
     ``before`` is a model of the initial weights. The files are those of the reference's update,
     with the endings MASKS and EXPECTED.
@@ -336,35 +367,34 @@ def write_truth(
             mask = masks[name][1].flatten()
             change = change.flatten() * mask
         note(TRAINED, name, value, _norm(change), mask)
-        for key, tensor in optimizer.state.get(parameter, {}).items():
-            if isinstance(tensor, Tensor) and tensor.shape == parameter.shape and tensor.dim():
-                state = _real(tensor)
-                note(key, name, state, _norm(state))
-    content = {
-        "windows": windows,
-        "steps": most_steps([optimizer]),
-        "tensors": {
-            kind: {name: asdict(truth) for name, truth in of_kind.items()}
-            for kind, of_kind in found.items()
-        },
-    }
-    files.write(path.with_suffix(EXPECTED), json.dumps(content))
+        for key, tensor in _like(parameter, optimizer.state.get(parameter, {})).items():
+            state = _real(tensor)
+            note(key, name, state, _norm(state))
+    truths = Truths(windows=windows, steps=most_steps([optimizer]), tensors=found)
+    files.write(path.with_suffix(EXPECTED), json.dumps(asdict(truths)))
 
 
 @torch.no_grad()
 def _trained_elements(
     trained: Mapping[str, Parameter], optimizer: Optimizer
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """By parameter, packed bits and bools: which elements have more than noise for a gradient. None without AdamW."""
-    squares = {
-        name: _real(state[SECOND_MOMENT].detach())
-        for name, parameter in trained.items()
-        if SECOND_MOMENT in (state := optimizer.state.get(parameter, {}))
-    }
-    count = sum(square.numel() for square in squares.values())
+    """Which elements of each parameter have a gradient of more than noise; none without AdamW.
+
+    By parameter, as packed bits and as bools.
+    """
+    squares: dict[str, Tensor] = {}
+    sums: list[float] = []
+    count = 0
+    for name, parameter in trained.items():
+        state = optimizer.state.get(parameter, {})
+        if SECOND_MOMENT not in state:
+            continue
+        square = squares[name] = _real(state[SECOND_MOMENT].detach())
+        sums.append(float(square.double().sum()))
+        count += square.numel()
     if not count:
         return {}
-    mean = math.fsum(float(square.double().sum()) for square in squares.values()) / count
+    mean = math.fsum(sums) / count
     found = {}
     for name, square in squares.items():
         mask = square > NOISE**2 * mean

@@ -42,9 +42,8 @@ def begin(folder: Path, rank: int) -> None:
     global _slots, _place  # noqa: PLW0603 - one rank per process
     _place = (folder, rank)
     with path_of(folder, rank).open("w+b") as file:
-        file.write(
-            _LAYOUT.pack(os.getpid(), 0)
-        )  # on the disk first: a full one would be a SIGBUS later
+        # On the disk first: a full one would be a SIGBUS later.
+        file.write(_LAYOUT.pack(os.getpid(), 0))
         file.flush()
         _slots = memoryview(mmap.mmap(file.fileno(), _LAYOUT.size)).cast("Q")
 
@@ -61,7 +60,7 @@ def mark(moment: MarkedMoment) -> None:
 
 
 def observed_span(folder: Path, rank: int) -> float | None:
-    """Seconds between both moments by the kernel's clock, to some 10 ms; None if one was not marked."""
+    """Seconds between both moments by the kernel's clock, to some 10 ms; None if one is missing."""
     try:
         began, ended = (
             _file_of(folder, rank, moment).stat().st_mtime_ns for moment in MarkedMoment

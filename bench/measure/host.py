@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Self
+from typing import NotRequired, Self, TypedDict
 
 from bench.grouping import grouped
 
@@ -53,19 +53,31 @@ class LoadReading:
     """By the number of the CPU."""
 
 
+class MeasuredLoad(TypedDict):
+    """The load while a process ran; plain JSON."""
+
+    kernel: NotRequired[str]
+    """Which tells machines apart; older commits do not say it."""
+    wall_s: float
+    cpus: Sequence[int]
+    """Numbers of the CPUs counted."""
+    busy_cores: float
+    """Of these CPUs, as the next."""
+    stolen_cores: float
+    own_cores: float
+    """Of all threads of this process without children."""
+
+
 class HostLoad:
     """A context manager that measures this process; ``result`` is available afterwards.
 
-    ``result`` is plain JSON for ``merge``: ``wall_s``; ``kernel``, which tells machines apart;
-    ``cpus``, the numbers of the CPUs counted; their ``busy_cores`` and ``stolen_cores``;
-    ``own_cores`` of all threads of this process without children. It is None without
-    ``/proc/stat``, and before the end.
+    It is None without ``/proc/stat``, and before the end.
     """
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
         self._begin: LoadReading | None = None
-        self.result: dict[str, Any] | None = None
+        self.result: MeasuredLoad | None = None
 
     def __enter__(self) -> Self:
         self._begin = self._read()  # less than a millisecond, more with many CPUs
@@ -74,7 +86,7 @@ class HostLoad:
     def __exit__(self, *exc: object) -> None:
         end = self._read()
         if self._begin is not None and end is not None:
-            self.result = {"kernel": self._kernel(), **_between(self._begin, end)}
+            self.result = _between(self._begin, end, self._kernel())
 
     def _kernel(self) -> str:
         """The id that the kernel drew when it booted; empty if it is unknown (random(4))."""
@@ -90,7 +102,10 @@ class HostLoad:
         return LoadReading(time.monotonic(), time.process_time(), cpus)
 
     def _cpus(self) -> dict[int, CpuSeconds] | None:
-        """Busy and stolen seconds of the CPUs that this process may use, or of all if the numbering differs."""
+        """Busy and stolen seconds of the CPUs that this process may use.
+
+        Of all CPUs if the numbering differs; None if they cannot be read.
+        """
         try:
             lines = (self._proc / "stat").read_text().splitlines()
             tick = 1 / os.sysconf("SC_CLK_TCK")
@@ -110,19 +125,25 @@ class HostLoad:
         return {cpu: found[cpu] for cpu in allowed}
 
 
-def _between(begin: LoadReading, end: LoadReading) -> dict[str, Any]:
+def _between(begin: LoadReading, end: LoadReading, kernel: str) -> MeasuredLoad:
     wall, used = max(end.time - begin.time, 1e-9), end.used - begin.used
     cpus = sorted(begin.cpus.keys() & end.cpus.keys())  # a CPU may have gone offline
     busy = stolen = 0.0
     for cpu in cpus:  # whose counters may go back by a tick
         busy += max(0.0, end.cpus[cpu].busy - begin.cpus[cpu].busy)
         stolen += max(0.0, end.cpus[cpu].stolen - begin.cpus[cpu].stolen)
-    cores = {"busy_cores": busy / wall, "stolen_cores": stolen / wall, "own_cores": used / wall}
-    return {"wall_s": wall, "cpus": cpus, **cores}
+    return {
+        "kernel": kernel,
+        "wall_s": wall,
+        "cpus": cpus,
+        "busy_cores": busy / wall,
+        "stolen_cores": stolen / wall,
+        "own_cores": used / wall,
+    }
 
 
-def merge(ranks: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Merge the ranks' results into ``num_cpus``, ``own_cores``, ``foreign_cores`` and ``stolen_cores``.
+def merge(ranks: Sequence[MeasuredLoad | None]) -> dict[str, float] | None:
+    """Merge the loads of ranks: ``num_cpus``, ``own_cores``, ``foreign_cores``, ``stolen_cores``.
 
     The bench's own watching processes count as foreign. Ranks of several nodes that share a kernel,
     as containers do, count as ranks of one. None without ranks, or if one of them has no result.
@@ -132,13 +153,15 @@ def merge(ranks: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
         return None
     # Ranks on the same CPUs measured the same; pinned ranks measured their own CPUs.
     groups = grouped(((rank.get("kernel", ""), tuple(rank["cpus"])), rank) for rank in results)
-    busy = stolen = 0.0
+    used = busy = stolen = 0.0
     counted: set[tuple[str, int]] = set()
     for (kernel, cpus), group in groups.items():
         busy += fmean(rank["busy_cores"] for rank in group)
         stolen += fmean(rank["stolen_cores"] for rank in group)
-        counted.update((kernel, cpu) for cpu in cpus)
-    used = sum(rank["own_cores"] for rank in results)
+        for cpu in cpus:
+            counted.add((kernel, cpu))
+    for rank in results:
+        used += rank["own_cores"]
     return {
         "num_cpus": len(counted),
         "own_cores": used,

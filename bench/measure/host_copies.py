@@ -1,26 +1,29 @@
 """Counts what is copied between host and device while a mode is active and a window is open.
 
-Copies of single elements are left out: frameworks read norms and flags so, whether they offload or not.
+Copies of single elements are left out: frameworks read norms and flags so, whether they offload or
+not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.measure.local_mode import LocalMode
 from bench.plan.categories import COPIED_TO_DEVICE, COPIED_TO_HOST
+
+if TYPE_CHECKING:
+    from bench.measure.local_mode import Arguments, Operator, Options
 
 ATEN = torch.ops.aten
 HOST = "cpu"
 
 
-class HostCopies(TorchDispatchMode):
-    """Bytes that operators copied between the host and any device, from ``start`` until ``stop``."""
+class HostCopies(LocalMode):
+    """Bytes that operators copied between host and devices, from ``start`` until ``stop``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,16 +37,8 @@ class HostCopies(TorchDispatchMode):
     def stop(self) -> None:
         self.counting = False
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # dispatched again on the local tensors
-        result = func(*args, **(kwargs or {}))
+    def run(self, func: Operator, args: Arguments, kwargs: Options) -> object:
+        result: object = func(*args, **kwargs)
         if self.counting:
             for source, destination in _copied(func, args, result):
                 self._count(source, destination)
@@ -60,7 +55,7 @@ class HostCopies(TorchDispatchMode):
         self.bytes[direction] += destination.nbytes
 
 
-def _copied(func: Any, args: tuple[Any, ...], result: Any) -> Iterator[tuple[Tensor, Tensor]]:
+def _copied(func: Operator, args: Arguments, result: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Sources and destinations of an operator that copies."""
     if func is ATEN._to_copy.default:
         yield args[0], result

@@ -1,4 +1,4 @@
-"""A ledger of live tensor storages on one device type: total bytes, peak, and the category of each storage.
+"""A ledger of live tensor storages on one device type: their bytes, peak, and categories.
 
 It counts every storage that an operator returned or that was passed to ``mark``, from allocation or
 resizing until it is freed, except the byte of a barrier. Each storage has one of nine categories,
@@ -15,23 +15,30 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from bench.measure.local_mode import LocalMode
 from bench.plan.categories import Category
+
+if TYPE_CHECKING:
+    from bench.measure.local_mode import Arguments, Operator, Options
 
 
 class Evidence(IntEnum):
-    """Why a storage is in its category. The strongest evidence counts for its whole life; of equals, the first."""
+    """Why a storage is in its category.
+
+    The strongest evidence counts for its whole life; of equals, the first.
+    """
 
     DECLARED = 0
     """The backend lists it in ``Backend.holdings``."""
@@ -61,7 +68,7 @@ class Block:
     evidence: Evidence = Evidence.BIRTH
 
 
-class TensorLedger(TorchDispatchMode):
+class TensorLedger(LocalMode):
     """Live and peak bytes of the storages of one device type while the mode is active.
 
     FSDP2 frees and reuses gathered parameters by resizing their storages outside any operator, so
@@ -75,7 +82,8 @@ class TensorLedger(TorchDispatchMode):
         self._device_type = device_type
         self._blocks: dict[int, Block] = {}
         self._watched: dict[int, weakref.ref[UntypedStorage]] = {}
-        self._gradient_hooks: Any = WeakIdKeyDictionary()
+        self._gradient_hooks = WeakIdKeyDictionary()
+        """The handle of the hook of each parameter."""
         self._log: list[tuple[Block, int]] | None = None
         self._at_reset: list[tuple[Block, int]] = []
         self._log_at_peak = 0
@@ -144,25 +152,17 @@ class TensorLedger(TorchDispatchMode):
             return None
         return block.category
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # dispatched again on the local tensors
+    def run(self, func: Operator, args: Arguments, kwargs: Options) -> object:
         if self._waiting:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         return self._count(func, args, kwargs)
 
-    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    def _count(self, func: Operator, args: Arguments, kwargs: Options) -> object:
         """Run an operator, and track what it returns."""
         if self._is_new_peak and self.look is not None:
             self._is_new_peak = False
             self.look()
-        result = func(*args, **(kwargs or {}))
+        result: object = func(*args, **kwargs)
         if func.namespace == "c10d":
             _finish(result)
         for leaf in tree_leaves(result):
@@ -172,17 +172,13 @@ class TensorLedger(TorchDispatchMode):
                 and leaf.device.type == self._device_type
             ):
                 self._track(leaf.untyped_storage())
-        if func is BARRIER:
-            self._forget(
-                args[0].untyped_storage()._cdata
-            )  # one byte that torch 2.11 keeps until the next barrier
+        if func is BARRIER:  # torch 2.11 keeps its byte until the next barrier
+            self._forget(args[0].untyped_storage()._cdata)
         else:
             self._classify(func, args, kwargs, result)
         return result
 
-    def _classify(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any
-    ) -> None:
+    def _classify(self, func: Operator, args: Arguments, kwargs: Options, result: Any) -> None:
         """Derive categories from an operator's arguments and results."""
         if func.namespace in COMMUNICATING:
             for leaf in tree_leaves((args, kwargs, result)):
@@ -196,7 +192,7 @@ class TensorLedger(TorchDispatchMode):
                         self.mark(result, Category.PARAMETERS_UNSHARDED, Evidence.STRUCTURE)
 
     def _track_parameter(self, parameter: Tensor) -> None:
-        """Record a parameter that an operator took, so its storage is unsharded, and watch its gradients."""
+        """Record a parameter that an operator took, so it is unsharded, and watch its gradients."""
         self.mark(parameter, Category.PARAMETERS_UNSHARDED, Evidence.STRUCTURE)
         if parameter.requires_grad and parameter not in self._gradient_hooks:
             # Before autograd adds it to ``grad``, and before any framework's hook moves it
@@ -228,28 +224,37 @@ class TensorLedger(TorchDispatchMode):
                 self._log_at_peak = len(self._log or [])
                 self._is_new_peak = self.peak >= self.look_above and self._log is not None
 
-    def _resize(self, original: Callable[..., Any], storage: UntypedStorage, size: int) -> Any:
+    def _resize(
+        self,
+        original: Callable[[UntypedStorage, int], object],
+        storage: UntypedStorage,
+        size: int,
+    ) -> object:
         result = original(storage, size)
         if storage._cdata in self._watched:
             self._track(storage)
         return result
 
-    def _wait(self, original: Callable[..., Any], work: dist.Work, *timeout: Any) -> Any:
+    def _wait(
+        self, original: Callable[..., object], work: dist.Work, *timeout: timedelta
+    ) -> object:
         before, self._waiting = self._waiting, True
         try:
             return original(work, *timeout)
         finally:
             self._waiting = before
 
-    def _run_thread(self, original: Callable[..., Any], thread: threading.Thread) -> None:
-        """Run a new thread with a mode of its own: each thread has its own modes, and starts with none."""
+    def _run_thread(
+        self, original: Callable[[threading.Thread], object], thread: threading.Thread
+    ) -> None:
+        """Run a new thread with a mode of its own, since a thread starts without modes."""
         with _ThreadMode(self):
             original(thread)
 
-    def of_thread(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """Run an operator of another thread, and track what it returns while the ledger is active."""
+    def of_thread(self, func: Operator, args: Arguments, kwargs: Options) -> object:
+        """Run an operator of another thread, and track its results while the ledger is active."""
         if not self._is_active:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         return self._count(func, args, kwargs)
 
     def _forget(self, key: int) -> None:
@@ -257,7 +262,7 @@ class TensorLedger(TorchDispatchMode):
         if (block := self._blocks.pop(key, None)) is not None:
             self._set(block, 0)
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         self._patches = ExitStack()
         self._patches.enter_context(_patched(UntypedStorage, "resize_", self._resize))
         self._patches.enter_context(_patched(dist.Work, "wait", self._wait))
@@ -265,7 +270,8 @@ class TensorLedger(TorchDispatchMode):
             _patched(threading.Thread, "_bootstrap_inner", self._run_thread)
         )
         self._is_active = True
-        return super().__enter__()
+        super().__enter__()
+        return self
 
     def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)
@@ -276,31 +282,23 @@ class TensorLedger(TorchDispatchMode):
         self._gradient_hooks.clear()
 
 
-class _ThreadMode(TorchDispatchMode):
+class _ThreadMode(LocalMode):
     """Has a ledger track the operators of another thread than the one that it is active in."""
 
     def __init__(self, ledger: TensorLedger) -> None:
         super().__init__()
         self._ledger = ledger
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented
+    def run(self, func: Operator, args: Arguments, kwargs: Options) -> object:
         return self._ledger.of_thread(func, args, kwargs)
 
 
-def _is_parameter(arg: Any) -> bool:
-    """Like ``isinstance(arg, Parameter)``, which is too slow per operator; tensor subclasses have a flag."""
+def _is_parameter(arg: object) -> bool:
+    """Whether it is a parameter. ``isinstance`` is too slow here; tensor subclasses have a flag."""
     return type(arg) is Parameter or (isinstance(arg, Tensor) and "_is_param" in arg.__dict__)
 
 
-def _finish(result: Any) -> None:
+def _finish(result: object) -> None:
     """Wait for a collective where it is issued, and until gloo's thread has released its tensors.
 
     Otherwise the peak would depend on the scheduling of that thread.
@@ -313,8 +311,8 @@ def _finish(result: Any) -> None:
 
 
 @contextmanager
-def _patched(owner: type, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method while the context is open; the replacement gets the original as its first argument."""
+def _patched(owner: type, name: str, replacement: Callable[..., object]) -> Iterator[None]:
+    """Replace a method while the context is open; its replacement is given the original first."""
     original = getattr(owner, name)
     setattr(owner, name, lambda *args, **kwargs: replacement(original, *args, **kwargs))
     try:

@@ -1,4 +1,4 @@
-"""Memory of one settled window by category: at its peak, and held between its first two micro-batches.
+"""Memory of one settled window by category: at its peak, and held between two micro-batches.
 
 The ledger counts storages; this module tells it their categories and when to look. On CUDA the
 totals are compared with the allocator's at the same moments.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,10 +48,11 @@ asked for in active blocks, so it may exceed allocated. Reserved: what was taken
 class MemoryProbe:
     """Watches one window; ``active`` must be open before the backend is built.
 
-    With ``on_host`` it also watches tensors of the host, and what is copied between host and device.
-    Call ``watch``, pass the stepped optimizer to ``optimizer``, and call ``on_event`` after every
-    tapped event, before it opens or closes the window. Python's cycle collector is off meanwhile:
-    some frameworks leave tensors in cycles, and the peak must not depend on when it runs.
+    With ``on_host`` it also watches tensors of the host, and what is copied between host and
+    device. Call ``watch``, pass the stepped optimizer to ``optimizer``, and call ``on_event`` after
+    every tapped event, before it opens or closes the window. Python's cycle collector is off
+    meanwhile: some frameworks leave tensors in cycles, and the peak must not depend on when it
+    runs.
     """
 
     def __init__(
@@ -84,7 +84,8 @@ class MemoryProbe:
         self._last: EventKind | None = None
         self._held: dict[TensorLedger, tuple[int, list[tuple[Block, int]]]] = {}
         self._before: int | None = None
-        """What ``malloc`` had in use, without the tensors that were made before; None if it is not asked."""
+        """What ``malloc`` had in use, without the tensors that were made before; None if it is not
+        asked."""
         if device_type == "cpu" and not fake and (in_use := bytes_in_use()) is not None:
             self._before = in_use - given_bytes
         self._most_untracked: int | None = None
@@ -111,7 +112,10 @@ class MemoryProbe:
         self.holdings = backend.holdings
 
     def built(self, model: nn.Module) -> None:
-        """Know the buffers of a model: DDP broadcasts the only one of a dtype as it is, which makes it no bucket."""
+        """Know the buffers of a model.
+
+        DDP broadcasts the only one of a dtype as it is, which makes it no bucket.
+        """
         for buffer in model.buffers():
             self._mark(buffer, Category.OTHER, Evidence.DECLARED)
 
@@ -153,7 +157,7 @@ class MemoryProbe:
             torch.accelerator.reset_peak_memory_stats()
 
     def _hold(self) -> None:
-        """Record what is live at the second fetch, or before the second forward: held between micro-batches."""
+        """Record what is held between micro-batches: live at the second fetch, or forward."""
         for _, ledger in self.ledgers:
             self._held[ledger] = ledger.live, ledger.snapshot()
         if self.host is not None and not self._is_fake:
@@ -179,7 +183,10 @@ class MemoryProbe:
             self._most_untracked = max(untracked, self._most_untracked or untracked)
 
     def _hold_before_forward(self) -> None:
-        """``_hold`` before the next forward, in a loop that fetches ahead; one in a backward recomputes a block."""
+        """``_hold`` before the next forward, in a loop that fetches ahead.
+
+        A forward in a backward recomputes a block, and does not count.
+        """
 
         def before(*_: object) -> None:
             if torch._C._current_graph_task_id() == NO_BACKWARD:
@@ -210,7 +217,8 @@ class MemoryProbe:
             if ledger in self._held:
                 live, sizes = self._held[ledger]
                 found |= named(HELD, live, ledger.parts(sizes))
-            self.result |= {f"{prefix}{name}": size for name, size in found.items()}
+            for name, size in found.items():
+                self.result[f"{prefix}{name}"] = size
 
     def _look(self) -> None:
         """Mark what the backend and the optimizers hold now."""
@@ -248,9 +256,10 @@ def categorized(optimizer: Optimizer, ledger: TensorLedger) -> Iterator[tuple[Te
             yield leaf, Category.OPTIMIZER_STATE
 
 
-def reconcile(stats: Mapping[str, Any], moment: str, tracked: int) -> dict[str, int]:
-    """The CUDA allocator's sizes at a moment (PEAK: since the last reset; HELD: now), compared with the ledger's bytes.
+def reconcile(stats: Mapping[str, int], moment: str, tracked: int) -> dict[str, int]:
+    """The CUDA allocator's sizes at a moment, compared with the bytes that the ledger tracked.
 
+    The moment is PEAK, for those since the last reset, or HELD, for now.
     ``<moment>_allocator_untracked`` is allocated minus tracked: library allocations without a
     tensor (cuBLAS's workspace), temporaries of composite kernels, allocations from before the
     ledger, and rounding. ``<moment>_allocator_rounding`` is the rounding alone: active minus
@@ -267,13 +276,15 @@ def reconcile(stats: Mapping[str, Any], moment: str, tracked: int) -> dict[str, 
     return {f"{moment}_allocator_{name}": size for name, size in sizes.items()}
 
 
-def _allocator(stats: Mapping[str, Any], when: str) -> dict[str, int]:
+def _allocator(stats: Mapping[str, int], when: str) -> dict[str, int]:
     return {name: int(stats[f"{name}_bytes.all.{when}"]) for name in ALLOCATOR}
 
 
 def cuda_peaks() -> dict[str, int]:
-    """The CUDA allocator's peaks since the last reset in bytes, and its retries and out-of-memory events."""
+    """The CUDA allocator's peaks since the last reset in bytes, its retries, and failures."""
     stats = torch.accelerator.memory_stats()
     peaks = _allocator(stats, "peak")
     del peaks["requested"]
-    return peaks | {name: stats[name] for name in ("num_alloc_retries", "num_ooms")}
+    for name in ("num_alloc_retries", "num_ooms"):
+        peaks[name] = stats[name]
+    return peaks

@@ -1,4 +1,4 @@
-"""Counts operators where torch dispatches them, and compares those of forward and backward with the plain model.
+"""Counts operators where torch dispatches them, and compares them with those of the plain model.
 
 Under every framework, forward and backward of a micro-batch should run the operators of the plain
 model: the workload's, with parameters in the cell's precision and no framework around it. Both are
@@ -15,23 +15,25 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from bench import files
 from bench.backends import blocks
+from bench.measure.local_mode import LocalMode
 from bench.measure.taps import Taps
 from bench.measure.tensors import FakeTensors, RealTensors
 from bench.plan.cell import REFERENCE, Cell, Precision
 from bench.plan.models import LLAMA
 from bench.workload import Batch, Loss, Workload
 from bench.workload.batches import device_of, length, part, zeros_like
+
+if TYPE_CHECKING:
+    from bench.measure.local_mode import Arguments, Operator, Options
 
 MARKS = "profiler"
 """Namespace of operators that only mark ranges for a profiler; torch wraps every optimizer step in
@@ -47,11 +49,11 @@ UNMARKED = (torch.ops.aten._to_copy.default, torch.ops.aten._unsafe_view.default
 more."""
 
 
-class OperatorCounter(TorchDispatchMode):
-    """Counts operators below autograd while the mode is active; DTensor operators as those on local tensors."""
+class OperatorCounter(LocalMode):
+    """Counts operators below autograd while the mode is active."""
 
     def __init__(self, taps: Taps | None = None) -> None:
-        """``taps`` of the training tell when a loss is computed; without them ``work`` stays empty."""
+        """``taps`` of the training tell when a loss is computed; ``work`` is empty without them."""
         super().__init__()
         self.count = 0
         self.work: Counter[str] = Counter()
@@ -79,24 +81,16 @@ class OperatorCounter(TorchDispatchMode):
             return len(self._taps.losses)
         return 0
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # dispatched again on the local tensors
+    def run(self, func: Operator, args: Arguments, kwargs: Options) -> object:
         self.count += func.namespace != MARKS
-        result = func(*args, **(kwargs or {}))
+        result: object = func(*args, **kwargs)
         if self._taps and is_work(func, result, in_loss=self._taps.in_loss):
             taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             self.work[_named(func, taken)] += 1
         return result
 
 
-def _named(func: Any, taken: list[Tensor]) -> str:
+def _named(func: Operator, taken: list[Tensor]) -> str:
     """The operator and its input shapes; a product with a bias counts as the product alone.
 
     torch's linear layer adds the bias inside the product's operator, ZeRO-3's afterwards in place
@@ -104,10 +98,11 @@ def _named(func: Any, taken: list[Tensor]) -> str:
     """
     if func is torch.ops.aten.addmm.default and taken[0].dim() == 1:
         func, taken = torch.ops.aten.mm.default, taken[1:]
-    return f"{func} of {' '.join(str(list(tensor.shape)) for tensor in taken) or 'nothing'}"
+    shapes = " ".join(str(list(tensor.shape)) for tensor in taken)
+    return f"{func} of {shapes or 'nothing'}"
 
 
-def is_work(func: Any, result: Any, *, in_loss: bool) -> bool:
+def is_work(func: Operator, result: object, *, in_loss: bool) -> bool:
     """Whether an operator that just returned must be equal under all backends of a precision.
 
     Backends may differ in the following, which is left out:
@@ -124,7 +119,7 @@ def is_work(func: Any, result: Any, *, in_loss: bool) -> bool:
 
     How much a checkpointed block recomputes may differ too: see ``plain_work``.
     """
-    node: Any = torch._C._current_autograd_node()
+    node: Any = torch._C._current_autograd_node()  # None outside of a backward
     if not in_loss and (node is None or node.name() == "torch::autograd::AccumulateGrad"):
         return False
     if (
@@ -146,16 +141,16 @@ class PlainWork:
 
     least: Counter[str]
     most: Counter[str]
-    """They differ if blocks are checkpointed: torch stops recomputing a block once all saved tensors
-    are restored, and ZeRO-3's linear layer saves after its product, torch's before."""
+    """They differ if blocks are checkpointed: torch stops recomputing a block once all saved
+    tensors are restored, and ZeRO-3's linear layer saves after its product, torch's before."""
     varying: frozenset[str] = frozenset()
     """Names of operators whose shapes or number follow from the values of a micro-batch, as in a
     mixture of experts that gathers the tokens of each one. They are not compared."""
 
     def other(self, found: Counter[str], micro_batches: int) -> str:
-        """The first operator whose number of runs in the micro-batches differs, in words; empty if there is none.
+        """The first operator whose number of runs in the micro-batches differs, in words.
 
-        The order is the plain model's, then that of ``found``.
+        Empty if there is none. The order is the plain model's, then that of ``found``.
         """
         for operator in {**self.most, **found}:
             if _name(operator) in self.varying:
@@ -166,15 +161,19 @@ class PlainWork:
                 were_due = str(expected)
                 if without_stop != expected:
                     were_due = f"{expected} to {without_stop}"
-                return f"{operator} ran {found[operator]} times in {micro_batches} micro-batches, {were_due} were due"
+                ran = f"{operator} ran {found[operator]} times in {micro_batches} micro-batches"
+                return f"{ran}, {were_due} were due"
         return ""
 
     @property
     def product_flops(self) -> int:
-        """FLOPs of the matrix products, 2 for each product of two elements; not those inside attention kernels."""
+        """FLOPs of the matrix products, 2 for each product of two elements.
+
+        Those inside attention kernels do not count.
+        """
         return sum(_flops(operator) * count for operator, count in self.least.items())
 
-    def to_json(self) -> list[Any]:
+    def to_json(self) -> list[object]:
         return [self.least, self.most, sorted(self.varying)]
 
     @classmethod
@@ -185,7 +184,7 @@ class PlainWork:
 def plain_work(
     cell: Cell, workload: Workload, loss: Loss, samples: Batch, folder: Path | None, *, keep: bool
 ) -> PlainWork | None:
-    """The work of one micro-batch of the plain model on the cell's device, of the first of ``samples``.
+    """The work of the first micro-batch of ``samples``, by the plain model on the cell's device.
 
     None for a model of one's own that cannot run so, for example as one of its operators takes no
     bf16. Call this before any framework is used, because DeepSpeed replaces torch's linear function
@@ -252,20 +251,22 @@ def _count(cell: Cell, workload: Workload, loss: Loss, samples: Batch) -> PlainW
 
 
 def _varying(first: Counter[str], second: Counter[str]) -> frozenset[str]:
-    """Names of the operators that two micro-batches run with other shapes or another number of times."""
-    return frozenset(
-        _name(operator) for operator in {**first, **second} if first[operator] != second[operator]
-    )
+    """Names of the operators that two micro-batches run with other shapes or another number."""
+    found: set[str] = set()
+    for operator in {**first, **second}:
+        if first[operator] != second[operator]:
+            found.add(_name(operator))
+    return frozenset(found)
 
 
 def _flops(operator: str) -> int:
     """FLOPs of one run of a matrix product; 0 of any other operator."""
     if _name(operator) not in PRODUCTS:
         return 0
-    left: list[int]
-    right: list[int]
-    left, right = (json.loads(shape) for shape in SHAPE.findall(operator)[-2:])
-    return 2 * math.prod(left) * right[-1]
+    left, right = SHAPE.findall(operator)[-2:]
+    rows: list[int] = json.loads(left)
+    columns: list[int] = json.loads(right)
+    return 2 * math.prod(rows) * columns[-1]
 
 
 def _name(operator: str) -> str:

@@ -1,15 +1,15 @@
 """What this process has allocated outside torch's CUDA allocator, as the C library counts it.
 
-On the CPU torch has no statistics of its own: it takes every tensor from ``malloc``, as numpy and other libraries do.
-glibc counts the bytes of all threads, exactly and whether or not they were touched. Small objects of Python are not
-among them, since its own allocator maps their pages.
+On the CPU torch has no statistics of its own: it takes every tensor from ``malloc``, as numpy and
+other libraries do. glibc counts the bytes of all threads, exactly and whether or not they were
+touched. Small objects of Python are not among them, since its own allocator maps their pages.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -33,7 +33,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def bytes_in_use() -> int | None:
-    """Bytes that are allocated now, in heaps and in mappings of their own; None without glibc's counters."""
+    """Bytes that are allocated now, in heaps and in mappings of their own; None without glibc."""
     read = _reader()
     if read is None:
         return None
@@ -42,7 +42,7 @@ def bytes_in_use() -> int | None:
 
 
 @cache
-def _reader() -> Any:
+def _reader() -> Callable[[], _Mallinfo2] | None:
     try:
         read = ctypes.CDLL(None).mallinfo2
     except (OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""Random projections of tensors, from which the distance of two that are never in one place is estimated.
+"""Random projections of tensors: they estimate the distance of two that are never in one place.
 
 A projection is the sum of a tensor's elements with random signs. The mean square of the differences
 between the projections of two tensors is an unbiased estimate of their squared distance (Alon,
@@ -28,12 +28,13 @@ ROW = 2**14
 ROWS_AT_ONCE = {"cpu": 4, "cuda": 2**8}
 """By device type: on a CPU what fits into a core's cache, on a GPU 2**22 elements."""
 PARAMETERS, TRAINED = "parameters", "trained parameters"
-"""Kinds of tensors beside those of the optimizer's state, which have its keys; the second without elements whose
-gradient is noise (``bench.measure.final_state``)."""
+"""Kinds of tensors beside those of the optimizer's state, which have its keys; the second without
+elements whose gradient is noise (``bench.measure.final_state``)."""
 UNCLIPPED, IN_FP32 = "without clipping", "in fp32"
 """Kinds of the parameters after other windows of the update pass than the first."""
 MASKS, EXPECTED = ".masks", ".state"
-"""Endings of the reference's files: which elements are trained, and the projections of all its tensors (``Truths``)."""
+"""Endings of the reference's files: which elements are trained, and the projections of all its
+tensors (``Truths``)."""
 SEED = 0x5EED
 
 
@@ -108,7 +109,10 @@ def _signs(device: torch.device) -> Tensor:
 
 
 def _row_signs(first: int, count: int, device: torch.device) -> Tensor:
-    """The signs of whole rows, fp64, shape [count, NUM_PROJECTIONS]: bits of a hash (SplitMix64) of their number."""
+    """The signs of whole rows, fp64, shape [count, NUM_PROJECTIONS].
+
+    They are bits of a hash (SplitMix64) of a row's number.
+    """
     import numpy as np
     import torch
 
@@ -128,9 +132,10 @@ def project(
     mask: Tensor | None = None,
     device: torch.device | None = None,
 ) -> list[float]:
-    """The projections of a tensor's elements, or of those where ``mask`` is true; calculated on the device in fp64.
+    """The projections of a tensor's elements, or of those where ``mask`` is true.
 
-    The elements are those from ``start`` on, in the order of the whole tensor; ``mask`` has as many.
+    The elements are those from ``start`` on, in the order of the whole tensor; ``mask`` has as
+    many. Calculated on the device, in fp64.
     """
     import torch
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 from time import monotonic, perf_counter  # by name: a backend may replace those of the module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from bench.backends.training_job import EndOfPassError
+from bench.backends.training_job import EndOfPassError, MicroBatches
 from bench.measure import heartbeat
 from bench.plan.task import SETTLED_WINDOWS
 
@@ -44,7 +44,7 @@ class Event:
     """One event on this rank, in program order."""
 
     kind: EventKind
-    mark: Any = None
+    mark: object = None
     """For a step, the clock's mark: seconds on the host, or an event of the device."""
 
 
@@ -84,7 +84,7 @@ def updates(events: Iterable[Event]) -> list[Update]:
 class Taps:
     """Records the events of one rank during one pass."""
 
-    mark: Callable[[], Any]
+    mark: Callable[[], object]
     """Reads the clock at every inner step; must not synchronize a device."""
     events: list[Event] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
@@ -96,7 +96,8 @@ class Taps:
     ends_after: int = 0
     """Losses after whose update the training ends; 0 for none."""
     num_due: int = 0
-    """Losses of the whole pass, if the kernel's clock is to mark its first fetch and its last step."""
+    """Losses of the whole pass, if the kernel's clock is to mark its first fetch and its last
+    step."""
     optimizers: list[Optimizer] = field(default_factory=list)
     """Those that are tapped."""
 
@@ -119,12 +120,12 @@ class Taps:
         return sum(self._marking.values())
 
     def finish(self) -> None:
-        """Set the end of training to now, for devices that are still working when the host returns."""
+        """Set the end of training to now, for devices that still work when the host returns."""
         self._last_step = perf_counter()
         if self.num_due:
             self._mark(heartbeat.MarkedMoment.LAST_STEP, self._last_step)
 
-    def loader(self, loader: Any) -> TappedLoader:
+    def loader(self, loader: MicroBatches) -> TappedLoader:
         return TappedLoader(loader, self)
 
     def loss(
@@ -152,7 +153,7 @@ class Taps:
         self.optimizers.append(optimizer)
         return optimizer
 
-    def record(self, kind: EventKind, mark: Any = None) -> None:
+    def record(self, kind: EventKind, mark: object = None) -> None:
         if kind is EventKind.STEP:
             self._last_step = perf_counter()
             self._is_over = 0 < self.ends_after <= self._num_losses
@@ -169,7 +170,7 @@ class Taps:
             self.on_event(kind)
 
     def _mark(self, moment: heartbeat.MarkedMoment, began: float) -> float:
-        """Mark a moment by the kernel's clock, at any time from ``began`` to the one that is returned."""
+        """Mark a moment by the kernel's clock, between ``began`` and the time that is returned."""
         heartbeat.mark(moment)
         ended = perf_counter()
         self._marking[moment] = ended - began
@@ -187,7 +188,7 @@ class Taps:
 class TappedLoader:
     """A sized iterable that records a fetch for each micro-batch."""
 
-    def __init__(self, loader: Any, taps: Taps) -> None:
+    def __init__(self, loader: MicroBatches, taps: Taps) -> None:
         self._loader = loader
         self._taps = taps
 
@@ -210,7 +211,10 @@ class Instrument(Protocol):
 
 
 class SettledWindows:
-    """Gives each instrument one window, in order, after SETTLED_WINDOWS. Call ``on_event`` after every event."""
+    """Gives each instrument one window, in order, after SETTLED_WINDOWS.
+
+    Call ``on_event`` after every event.
+    """
 
     def __init__(self, accumulate: int, *instruments: Instrument) -> None:
         self._accumulate = accumulate
@@ -242,24 +246,37 @@ class SettledWindows:
             running.stop()
 
 
-class HostClock:
-    """``time.perf_counter``, for devices whose calls return when the work is done, such as the CPU."""
+Mark = TypeVar("Mark")
 
-    def mark(self) -> Any:
+
+class Clock(Protocol[Mark]):
+    """The clock of a device."""
+
+    def mark(self) -> Mark:
         """Mark the current time without synchronizing the device."""
+
+    def intervals(self, marks: Sequence[Mark]) -> list[float]:
+        """Seconds between consecutive marks. May synchronize: call it after the pass."""
+
+    def moments(self, marks: Sequence[Mark]) -> list[float]:
+        """The ``time.monotonic()`` of each mark. May synchronize: call it after the pass."""
+
+
+class HostClock:
+    """``time.perf_counter``, for devices whose calls return when the work is done, as the CPU's."""
+
+    def mark(self) -> float:
         return perf_counter()
 
-    def intervals(self, marks: Sequence[Any]) -> list[float]:
-        """Seconds between consecutive marks. May synchronize: call it after the pass."""
+    def intervals(self, marks: Sequence[float]) -> list[float]:
         return [after - before for before, after in pairwise(marks)]
 
-    def moments(self, marks: Sequence[Any]) -> list[float]:
-        """The ``time.monotonic()`` of each mark. May synchronize: call it after the pass."""
+    def moments(self, marks: Sequence[float]) -> list[float]:
         since = monotonic() - perf_counter()  # on Linux both are one clock
         return [mark + since for mark in marks]
 
 
-class AcceleratorClock(HostClock):
+class AcceleratorClock:
     """Events on the accelerator's current stream: device time, however far ahead the host runs."""
 
     def mark(self) -> torch.Event:
@@ -284,8 +301,8 @@ class AcceleratorClock(HostClock):
         return [now - mark.elapsed_time(end) / 1e3 for mark in marks]
 
 
-def clock_for(device: torch.device) -> HostClock:
-    """The clock for a device."""
+def clock_for(device: torch.device) -> Clock[Any]:
+    """The clock for a device, whose marks are for itself alone."""
     if device.type == "cpu":
         return HostClock()
     return AcceleratorClock()

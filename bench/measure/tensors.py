@@ -1,4 +1,4 @@
-"""Real or fake tensors for a trial. Fake ones have shapes, dtypes and sized storages, but no memory or values.
+"""Real or fake tensors for a trial: fake ones have shapes and sized storages, but no values.
 
 Fake tensors allow training a model of any size on a laptop: an operator only computes the shape of
 its result.
@@ -7,9 +7,9 @@ its result.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from bench.plan.cell import Cell
 from bench.plan.models import LLAMA, SIZES
 from bench.workload import Batch, batches
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MOST_DRAWN_ON_CPU = 10**8
 """Parameters. A core draws 1e9 in 12 s (18 s beside other work): before anything is timed, but in
@@ -44,7 +50,7 @@ class RealTensors(nullcontext[None]):
         super().__init__()
         self._device = device
         is_large = cell.workload == LLAMA and SIZES[cell.model].num_parameters > MOST_DRAWN_ON_CPU
-        self._draws: Any = nullcontext()
+        self._draws: AbstractContextManager[object] = nullcontext()
         if is_large and device.type != "cpu":
             self._draws = device
 
@@ -98,9 +104,8 @@ class FakeTensors:
         self._open = ExitStack()
         self._replace(nn.Module, "_apply", _apply)
         for owner, name in REAL:
-            self._replace(
-                owner, name, _within(unset_fake_temporarily, getattr(owner, name))
-            )  # with real tensors
+            on_real = _within(unset_fake_temporarily, getattr(owner, name))
+            self._replace(owner, name, on_real)
         self._replace(_fsdp_param, "_chunk_with_empty", _first_chunk)
         # Hide its tensors from every mode: this one and the memory ledger.
         self._replace(
@@ -111,7 +116,7 @@ class FakeTensors:
         self._open.enter_context(self._mode)
         return self
 
-    def _replace(self, owner: Any, name: str, value: Any) -> None:
+    def _replace(self, owner: object, name: str, value: object) -> None:
         self._open.callback(setattr, owner, name, getattr(owner, name))
         setattr(owner, name, value)
 
@@ -125,9 +130,8 @@ class FakeTensors:
 
     def place(self, model: nn.Module) -> nn.Module:
         """The model with fake parameters and buffers on the device; shared ones stay shared."""
-        placed: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # keeps the original alive, so that its id stays unique
+        placed: dict[int, tuple[Tensor, Tensor]] = {}
+        """By id; with the original, which is kept alive so that its id stays unique."""
 
         def place(tensor: Tensor) -> Tensor:
             if id(tensor) not in placed:
@@ -142,9 +146,9 @@ class FakeTensors:
         for module in model.modules():
             registered: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for tensors in registered:
-                tensors.update(
-                    {name: place(tensor) for name, tensor in tensors.items() if tensor is not None}
-                )
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        tensors[name] = place(tensor)
         return model
 
     def data(self, make: Callable[[int], Batch], num_samples: int) -> Batch:
@@ -173,14 +177,21 @@ class _Mode(FakeTensorMode):
         """Whether a tensor may keep its values; torch allows it only for single elements."""
         return t.numel() <= KEPT_ELEMENTS and t.device.type != "meta" and not self.is_our_fake(t)
 
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(
+        self,
+        func: OpOverload[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
         if func is torch.ops.aten.is_pinned.default:
             return args[0].untyped_storage()._cdata in self._pinned
         if func is torch.ops.aten._pin_memory.default:  # torch has no fake one
             copied: Any = super().dispatch(torch.ops.aten.clone.default, types, args[:1])
             self._pinned.add(copied.untyped_storage()._cdata)
             return copied
-        if kwargs and kwargs.get("device") == torch.device("cpu", 0):
+        if kwargs.get("device") == torch.device("cpu", 0):
             kwargs = {**kwargs, "device": torch.device("cpu")}  # as on real tensors
         try:
             result = super().dispatch(func, types, args, kwargs)
@@ -199,12 +210,12 @@ class _Mode(FakeTensorMode):
 
 
 def _within(
-    context: Callable[[], AbstractContextManager[Any]], function: Callable[..., Any]
-) -> Callable[..., Any]:
+    context: Callable[[], AbstractContextManager[object]], function: Callable[P, T]
+) -> Callable[P, T]:
     """The function, run inside a new context each time."""
 
     @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
         with context():
             return function(*args, **kwargs)
 
@@ -218,9 +229,10 @@ def _first_chunk(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
 
 
 def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """``nn.Module._apply`` for fake tensors; torch's own swaps tensors, which fails for referenced ones.
+    """``nn.Module._apply`` for fake tensors.
 
-    Only the dtype may change, because the tensors are on the device from the start.
+    Only the dtype may change, because the tensors are on the device from the start. torch's own
+    swaps tensors, which fails for referenced ones.
     """
     if recurse:
         for child in module.children():

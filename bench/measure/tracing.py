@@ -1,4 +1,4 @@
-"""A Chrome trace of one window: what torch's profiler saw, with windows, micro-batches and collectives as ranges.
+"""A Chrome trace of one window of torch's profiler, with windows, micro-batches and collectives.
 
 The ranges are opened and closed at the taps, so they are those of every framework: a micro-batch is
 from its forward to the next one or to the optimizer's step, with the forward within it; what
@@ -7,8 +7,9 @@ follows the forward is the backward and what a framework does beside it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
@@ -17,21 +18,28 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from bench.measure.c10d_kernels import CollectiveCall, CollectiveKernels
 from bench.measure.taps import EventKind
 
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+    from torch.optim.optimizer import Args, Kwargs
+
 WINDOW, MICRO_BATCH, FORWARD, STEP = "window", "micro-batch", "forward", "optimizer step"
 FETCH, COLLECTIVE = "fetch", "collective"
 """What the names of the ranges begin with."""
 
 
 class CollectiveRanges(CollectiveKernels):
-    """Makes a range of each collective, from its call until it is issued; it names operation, dtype and MiB."""
+    """Makes a range of each collective, from its call until it is issued.
+
+    The range names operation, dtype and MiB.
+    """
 
     def __init__(self) -> None:
         super().__init__(lambda _: None)
 
-    def _kernel(self, operator: Any, name: str) -> Any:
+    def _kernel(self, operator: OpOverload[..., object], name: str) -> Callable[..., object]:
         kernel = super()._kernel(operator, name)
 
-        def ranged(keys: Any, *arguments: Any, **options: Any) -> Any:
+        def ranged(keys: object, *arguments: object, **options: object) -> object:
             call = CollectiveCall(name, operator, arguments, None)
             words = f"{COLLECTIVE}: {name} of {call.dtype}, {call.payload_bytes / 2**20:.4g} MiB"
             with record_function(words):
@@ -41,13 +49,16 @@ class CollectiveRanges(CollectiveKernels):
 
 
 class WindowTrace:
-    """An ``Instrument`` that traces one window; ``on_event`` gets every tapped event, before ``start`` or ``stop``."""
+    """An ``Instrument`` that traces one window.
+
+    ``on_event`` gets every tapped event, before ``start`` or ``stop``.
+    """
 
     def __init__(self, path: Path, *, on_cuda: bool) -> None:
         """``path``: of the file that ``stop`` writes."""
         self._path, self._on_cuda = path, on_cuda
         self._collectives = CollectiveRanges()
-        self._profiler: Any = None
+        self._profiler: profile
         self._ranges: list[record_function] = []
         self._num_micro_batches = 0
 
@@ -81,11 +92,11 @@ class WindowTrace:
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Make a range of each step of the inner optimizer, and return it.
 
-        Where the step is given a closure that trains the last micro-batch, as by Lightning, the range
-        begins after the closure.
+        Where the step is given a closure that trains the last micro-batch, as by Lightning, the
+        range begins after the closure.
         """
 
-        def before(_: Optimizer, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        def before(_: Optimizer, given: Args, named: Kwargs) -> tuple[Args, Kwargs] | None:
             itself, *others = given  # torch/optim/optimizer.py:profile_hook_step
             closure = named.get("closure")
             if others:
@@ -94,8 +105,8 @@ class WindowTrace:
                 self._open_step()
                 return None
 
-            def trained() -> Any:
-                loss = closure()
+            def trained() -> object:
+                loss: object = closure()
                 self._open_step()
                 return loss
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +27,14 @@ from bench.backends.training_job import EndOfPassError, Job
 from bench.errors import UnsupportedError
 from bench.measure import apart, heartbeat
 from bench.measure.accumulation_dtype import accumulator
-from bench.measure.collectives import CollectiveCounter
+from bench.measure.collectives import CollectiveCount, CollectiveCounter
 from bench.measure.dispatch import HostCost
 from bench.measure.exposure import WindowProfiler, exposure
 from bench.measure.final_state import FinalState, write_truth
 from bench.measure.host import HostLoad
 from bench.measure.memory import MemoryProbe, cuda_peaks
 from bench.measure.operators import plain_work
-from bench.measure.projection import IN_FP32, PARAMETERS, UNCLIPPED
+from bench.measure.projection import IN_FP32, PARAMETERS, UNCLIPPED, Part
 from bench.measure.taps import EventKind, Instrument, SettledWindows, Taps, clock_for, updates
 from bench.measure.tensors import tensors
 from bench.measure.tracing import WindowTrace
@@ -44,20 +44,47 @@ from bench.plan.task import SETTLED_WINDOWS, Spec
 from bench.workload import Batch, Loader, Loss, batches, load, sliced
 from bench.workload.layout import record
 
-COMPARED = {name: name for name in ("error", "scale", "residual", "tensor_error", "tensor")}
-"""What an update has of ``bench.measure.update.compare``, by its name there; this and two more kinds of windows."""
+COMPARED = {
+    "error": "error",
+    "scale": "scale",
+    "residual": "residual",
+    "tensor_error": "tensor_error",
+    "tensor": "tensor",
+}
+"""What an update has of ``bench.measure.update.compare``, by its name there; this and two more
+kinds of windows."""
 BEFORE_CLIPPING = {"error": "unclipped_error", "scale": "unclipped_scale", "norm": "gradient_norm"}
-FP32_COMPARED = {name: f"fp32_{name}" for name in ("error", "tensor_error", "tensor")}
+FP32_COMPARED = {
+    "error": "fp32_error",
+    "tensor_error": "fp32_tensor_error",
+    "tensor": "fp32_tensor",
+}
 MOST_FP32_FLOPS = 3e14
 """Model FLOPs that a GPU may spend on a cell's update in fp32: some 7 s on an H100."""
 FP32_MEMORY = 2.2
-"""What a window in fp32 may need of a GPU's memory, in peaks of one in bf16: activations have twice the bytes."""
+"""What a window in fp32 may need of a GPU's memory, in peaks of one in bf16: activations have twice
+the bytes."""
+
+MakeOptimizer = Callable[[Iterable[Parameter]], Optimizer]
 
 
-def work(spec: Spec, rank: int, device: torch.device) -> dict[str, Any]:
-    """Run one rank's part of a trial in an initialized process group; see ``bench.plan.task.Task``."""
+class TrainOptions(TypedDict, total=False):
+    """Options of ``RankTrial.train`` for a window that is measured."""
+
+    optimizer: MakeOptimizer
+    instrument: AbstractContextManager[object]
+    watch: Callable[[Backend], None]
+    built: Callable[[nn.Module], None]
+
+
+def work(spec: Spec, rank: int, device: torch.device) -> dict[str, object]:
+    """Run one rank's part of a trial in an initialized process group; see ``plan.task.Task``."""
     backend = only(spec.backend, spec.plugin)
     return RankTrial(spec, rank, device, backend, compares_apart=True).run()
+
+
+def _num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 class RankTrial:
@@ -72,7 +99,7 @@ class RankTrial:
         *,
         compares_apart: bool = False,
     ) -> None:
-        """``compares_apart``: the launcher's process compares with the reference (``bench.measure.apart``)."""
+        """``compares_apart``: the launcher's process compares with the reference (``apart``)."""
         self.spec, self.cell, self.rank, self.device = spec, spec.cell, rank, device
         self.backend = backend
         self._compares_apart = compares_apart
@@ -85,10 +112,8 @@ class RankTrial:
         self._tensors = tensors(spec.cell, device)
         model = self._tensors.model(self.workload.model)
         self._unused_model: nn.Module | None = model
-        self.num_parameters = sum(p.numel() for p in model.parameters())
-        sizes = [
-            sum(p.numel() for p in block.parameters()) for block in self.workload.blocks(model)
-        ]
+        self.num_parameters = _num_parameters(model)
+        sizes = map(_num_parameters, self.workload.blocks(model))
         self.block_parameters = max(sizes, default=0)
         self._loss: Loss = self.workload.loss
         if self.cell.backend == REFERENCE:
@@ -105,14 +130,14 @@ class RankTrial:
         self.data = self._tensors.data(self.workload.data, windows * self._batch_size)
         self.training_s = 0.0
         self._peak_bytes = 0
-        self._update_parts: list[dict[str, Any]] = []
+        self._update_parts: list[Part] = []
         self._memory: dict[str, int] | None = None
-        self._settings: dict[str, Any] = {}
+        self._settings: dict[str, object] = {}
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> dict[str, object]:
         """Run all passes; the result is plain JSON."""
         cell = self.cell
-        result: dict[str, Any] = {
+        result: dict[str, object] = {
             "status": Status.OK,
             "num_parameters": self.num_parameters,
             "entropy_floor": self.workload.entropy_floor,
@@ -147,13 +172,16 @@ class RankTrial:
             result["settings"] = self._settings
         result["training_s"] = self.training_s
         if self._update_parts:
-            result["update_parts"] = self._update_parts
+            result["update_parts"] = [dataclasses.asdict(part) for part in self._update_parts]
         if "collectives" in result and self.cell.workload != "llama":
             result["layout"] = self._layout()
         return result
 
-    def _layout(self) -> dict[str, Any] | None:
-        """The layout of a model that is not shipped, for the formulas; None where it cannot or need not be recorded."""
+    def _layout(self) -> dict[str, object] | None:
+        """The layout of a model that is not shipped, for the formulas.
+
+        None where it cannot or need not be recorded.
+        """
         if not self.cell.world.computes or self.rank != 0:
             return None
         model = self.workload.model().to(self.device)
@@ -169,9 +197,9 @@ class RankTrial:
         taps: Taps,
         windows: int,
         *,
-        optimizer: Callable[[Iterable[Parameter]], Optimizer] | None = None,
+        optimizer: MakeOptimizer | None = None,
         clip_norm: float | None = None,
-        instrument: AbstractContextManager[Any] | None = None,
+        instrument: AbstractContextManager[object] | None = None,
         keep_parameters: bool = False,
         watch: Callable[[Backend], None] | None = None,
         built: Callable[[nn.Module], None] = lambda _: None,
@@ -185,9 +213,8 @@ class RankTrial:
         cell, data = cell or self.cell, self.data
 
         def fetch(samples: range) -> Batch:
-            start = samples.start % batches.length(
-                data
-            )  # passes of more windows than the time pass see samples again
+            # Passes of more windows than the time pass see samples again.
+            start = samples.start % batches.length(data)
             return batches.part(data, range(start, start + len(samples)))
 
         told = max(windows, cell.windows)  # the same in all passes, so that none can be told by it
@@ -235,7 +262,10 @@ class RankTrial:
         return backend
 
     def _build(self, cell: Cell, built: Callable[[nn.Module], None]) -> nn.Module:
-        """A new model with its blocks prepared; the first call uses the model whose parameters were counted."""
+        """A new model with its blocks prepared.
+
+        The first call uses the model whose parameters were counted.
+        """
         model, self._unused_model = self._unused_model, None
         if model is None:
             model = self._tensors.model(self.workload.model)
@@ -247,10 +277,10 @@ class RankTrial:
     def _optimizer(self, parameters: Iterable[Parameter]) -> Optimizer:
         if self.cell.optimizer == SGD:
             return torch.optim.SGD(parameters, lr=self.cell.learning_rate, foreach=True)
-        kind = {self.cell.optimizer.removeprefix("adamw-"): True}
-        return torch.optim.AdamW(parameters, lr=self.cell.learning_rate, **kind)  # type: ignore[arg-type]
+        kind = self.cell.optimizer.removeprefix("adamw-")
+        return torch.optim.AdamW(parameters, lr=self.cell.learning_rate, **{kind: True})  # type: ignore[arg-type]
 
-    def time(self) -> dict[str, Any]:
+    def time(self) -> dict[str, object]:
         """The time pass: step times, losses, and counts of steps and micro-batches.
 
         ``began`` and ``ended`` are the monotonic times at which the device reached the first and
@@ -280,13 +310,13 @@ class RankTrial:
         with load, blocks.compiled_once(self.cell) as compiled_all:
             backend = self.train(taps, self.cell.windows, keep_parameters=whole, built=end.built)
         found = updates(taps.events)
-        reached = clock.moments([update.mark for update in found])
+        marks = [update.mark for update in found]
+        reached, seconds = clock.moments(marks), clock.intervals(marks)
         losses = torch.empty(0, dtype=torch.double)
         if taps.losses and self.cell.world.has_values:
             losses = torch.stack(taps.losses).double().cpu()
         accumulate = self.cell.accumulate
         windows = len(losses) // accumulate
-        seconds = clock.intervals([update.mark for update in found])
         began, ended = None, time.monotonic()
         if len(reached) >= warmup:
             began = reached[warmup - 1]
@@ -318,10 +348,11 @@ class RankTrial:
 
     def _end(
         self, end: FinalState, backend: Backend, optimizers: Sequence[Optimizer], *, whole: bool
-    ) -> dict[str, Any] | None:
-        """What this rank holds after the last window of the time pass; the reference writes what is right.
+    ) -> dict[str, object] | None:
+        """What this rank holds after the last window of the time pass.
 
-        None in a world without values, or where nobody wants to know.
+        The reference writes what is right. None in a world without values, or where nobody wants to
+        know.
         """
         if not (self.cell.world.has_values and self.spec.reference):
             return None
@@ -334,21 +365,22 @@ class RankTrial:
         settings = self._optimizer([Parameter(torch.zeros(1))]).defaults
         return end.read(backend, optimizers, settings, self.device, whole=whole)
 
-    def update(self) -> dict[str, Any] | None:
-        """The update pass: one window of SGD with learning rate 1 from the initial weights, clipped as the cell clips.
+    def update(self) -> dict[str, object] | None:
+        """The update pass: one window of SGD with learning rate 1 from the initial weights.
 
-        Rank 0's is compared with the reference's, other ranks only take part in gathering. A cell
-        that clips has another such window without clipping, because clipping hides a wrong gradient
-        scale if both gradients exceed the limit. Returns the results of ``compare`` (but what is
-        compared apart) and, of references, ``device_check``, the gradient norm before clipping and,
-        if the cell clips, error and scale without clipping as ``unclipped_*``.
+        It clips as the cell clips. Rank 0's is compared with the reference's, other ranks only take
+        part in gathering. A cell that clips has another such window without clipping, because
+        clipping hides a wrong gradient scale if both gradients exceed the limit. Returns the
+        results of ``compare`` (but what is compared apart) and, of references, ``device_check``,
+        the gradient norm before clipping and, if the cell clips, error and scale without clipping
+        as ``unclipped_*``.
 
         bf16 rounds away what happens to small tensors, so a cell in bf16 has another window in
         fp32, as ``fp32_*``, or why it has none.
         """
         reference = Path(self.spec.reference)
         cell, keys = self.cell, dict(COMPARED)
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         if cell.clip_norm:
             before = reference.with_suffix(".unclipped")
             found |= self._sgd_window(0.0, before, UNCLIPPED, BEFORE_CLIPPING)
@@ -363,8 +395,8 @@ class RankTrial:
             return None
         return found
 
-    def _update_in_fp32(self, reference: Path) -> dict[str, Any]:
-        """The update of a cell in bf16, computed in fp32, or why it was not. All ranks agree whether it is."""
+    def _update_in_fp32(self, reference: Path) -> dict[str, object]:
+        """The update of a cell in bf16, computed in fp32, or why it was not; all ranks agree."""
         if reason := self._no_fp32():
             return {"fp32_unchecked": reason}
         cell = dataclasses.replace(self.cell, precision=Precision.FP32, compiled=False)
@@ -400,12 +432,12 @@ class RankTrial:
         kind: str,
         keys: Mapping[str, str],
         cell: Cell | None = None,
-    ) -> dict[str, Any]:
-        """One window of SGD with learning rate 1, compared with the reference's file; the reference writes it.
+    ) -> dict[str, object]:
+        """One window of SGD with learning rate 1, compared with the reference's file.
 
-        ``keys`` are those of ``compare`` with their names in the result. The parameters of all
-        ranks are kept for the comparison with each other, as parts of a ``kind``. Empty on other
-        ranks than 0.
+        The reference writes that file. ``keys`` are those of ``compare`` with their names in the
+        result. The parameters of all ranks are kept for the comparison with each other, as parts of
+        a ``kind``. Empty on other ranks than 0.
         """
         taps = Taps(time.perf_counter)
         sgd = lambda parameters: torch.optim.SGD(parameters, lr=1.0, foreach=True)  # noqa: E731
@@ -437,9 +469,9 @@ class RankTrial:
             sizes = sizes_of(model) if is_reference else {}
             save(kept, values, sizes, durable=is_reference)
             change = kept.items()
-        checked = {}
+        checked: dict[str, object] = {}
         if is_reference:
-            checked = device_check(self.cell, self.device, self._optimizer)
+            checked.update(device_check(self.cell, self.device, self._optimizer))
         if is_apart:
             self._update_parts += after.parts
             apart.ask(
@@ -452,12 +484,12 @@ class RankTrial:
                 keys=keys,
             )
             return checked
-        found = compare(change, reference, self.device)
+        found: Mapping[str, object] = compare(change, reference, self.device)
         self._update_parts += after.parts
-        return {**{named: found[key] for key, named in keys.items()}, **checked}
+        return {named: found[key] for key, named in keys.items()} | checked
 
-    def collectives(self) -> list[dict[str, Any]]:
-        """The collectives pass: op, dtype, calls and payload bytes of one settled window; also the memory pass's."""
+    def collectives(self) -> list[CollectiveCount]:
+        """The collectives pass: those of one settled window, which may be the memory pass's."""
         counter = CollectiveCounter()
         counter.self_test(self.device)
         with counter:
@@ -468,12 +500,13 @@ class RankTrial:
         return counter.rows()
 
     def memory(self) -> dict[str, int]:
-        """The memory pass: bytes by category of one settled window (keys of ``bench.plan.categories.named``).
+        """The memory pass: bytes by category of one settled window.
 
-        ``peak`` and its parts belong to the moment of most live bytes; ``held`` and its parts to
-        the second fetch, or where a loop fetches ahead to the moment before the second forward;
-        they are absent if N = 1. Where a backend offloads from a device, the same of the host
-        (ON_HOST), what of it is pinned, and what a window copies between both.
+        The keys are those of ``bench.plan.categories.named``. ``peak`` and its parts belong to the
+        moment of most live bytes; ``held`` and its parts to the second fetch, or where a loop
+        fetches ahead to the moment before the second forward; they are absent if N = 1. Where a
+        backend offloads from a device, the same of the host (ON_HOST), what of it is pinned, and
+        what a window copies between both.
         """
         if not self._memory:
             return self._watch_memory()
@@ -482,8 +515,10 @@ class RankTrial:
     def _watch_memory(self, *others: Instrument) -> dict[str, int]:
         """The memory of one settled window, which ``others`` measure too."""
         self._unused_model = None  # the ledger has to see each tensor of a model made
-        storages = (tensor.untyped_storage() for tensor in batches.tensors_of(self.data))
-        given = {storage._cdata: storage.nbytes() for storage in storages}
+        given: dict[int, int] = {}
+        for tensor in batches.tensors_of(self.data):
+            storage = tensor.untyped_storage()
+            given[storage._cdata] = storage.nbytes()
         probe = MemoryProbe(
             self.device.type,
             fake=not self.cell.world.computes,
@@ -502,11 +537,11 @@ class RankTrial:
         self._settings = backend.settings()
         return probe.result
 
-    def accumulation(self) -> dict[str, Any]:
+    def accumulation(self) -> dict[str, object]:
         """The accumulation pass: the dtype in which the backend sums gradients."""
         return accumulator(self.backend, self.cell, self.rank, self.device)
 
-    def dispatch(self) -> dict[str, Any]:
+    def dispatch(self) -> dict[str, object]:
         """The dispatch pass: host cost of a window on this rank; see ``bench.measure.dispatch``."""
         taps = Taps(time.perf_counter)
         cost = HostCost(cuda=self.device.type == "cuda", taps=taps, plain=self._plain)
@@ -516,16 +551,16 @@ class RankTrial:
         return cost.result
 
     def exposure(self) -> dict[str, float] | None:
-        """The exposure pass: time in collectives in one settled window on this rank, and the exposed part.
+        """The exposure pass: time in collectives in one settled window on this rank.
 
-        None if torch's profiler saw nothing on the device.
+        With the exposed part. None if torch's profiler saw nothing on the device.
         """
         profiler = WindowProfiler()
         self._settled(profiler)
         return exposure(profiler.events)
 
     def trace(self) -> str:
-        """The trace pass: the file in the task's folder that holds one settled window as a Chrome trace."""
+        """The trace pass: the file in the task's folder with a Chrome trace of a settled window."""
         path = Path(self.spec.folder) / f"trace{self.rank}.json"
         tracer = WindowTrace(path, on_cuda=self.device.type == "cuda")
         self._settled(
@@ -539,9 +574,12 @@ class RankTrial:
         self,
         *measuring: Instrument,
         observe: Callable[[EventKind], None] = lambda _: None,
-        **how: Any,
+        **how: Unpack[TrainOptions],
     ) -> Backend:
-        """Train to the end of the settled window, which ``measuring`` measure; ``observe`` gets every event."""
+        """Train to the end of the settled window, which ``measuring`` measure.
+
+        ``observe`` gets every event.
+        """
         taps = Taps(time.perf_counter)
         windows = [SettledWindows(self.cell.accumulate, instrument) for instrument in measuring]
 

@@ -1,6 +1,7 @@
 """Compares the update of one SGD window with the reference's, and an accelerator with the CPU.
 
-Other gates compare with a reference on the same device, so they cannot see an error that every program there makes.
+Other gates compare with a reference on the same device, so they cannot see an error that every
+program there makes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple, TypedDict
 
 import torch
 from safetensors import safe_open
@@ -27,7 +28,8 @@ from bench.plan.models import LLAMA
 from bench.workload import Batch, Workload, batches, load
 
 SIZES = "sizes"
-"""Key of the reference's file for the norms of the parameters before the update, by name, in JSON."""
+"""Key of the reference's file for the norms of the parameters before the update, by name, in
+JSON."""
 
 
 def save(
@@ -55,25 +57,26 @@ def sizes_of(model: nn.Module) -> dict[str, float]:
 
 
 CHUNK_ELEMENTS = {"cpu": 2**16, "cuda": 2**24}
-"""Elements that are compared at once, by device type: on a CPU what fits into a core's cache, since a new fp64 copy of
-a whole tensor costs more to map than to compute; on a GPU so many that launching kernels costs nothing."""
+"""Elements that are compared at once, by device type: on a CPU what fits into a core's cache, since
+a new fp64 copy of a whole tensor costs more to map than to compute; on a GPU so many that launching
+kernels costs nothing."""
 
 
 def change_from(
     model: nn.Module, after: Mapping[str, Tensor], backend: str
 ) -> Iterator[tuple[str, Tensor]]:
-    """What an update changed, in fp32 on the device of ``model``, which has the values before it, by parameter.
+    """What an update changed by parameter, in fp32 on the device of ``model``.
 
-    Each of ``after`` is read once, so no more than one parameter is held besides ``model``. It may be a state dict, and
-    hold buffers and tied parameters under each of their names; they are read, because gathering is collective, and not
-    compared. A complex parameter is two real ones in a last dimension. Raises RuntimeError if a parameter is missing,
-    or one is there that is not the model's.
+    ``model`` has the values before the update. Each of ``after`` is read once, so no more than one
+    parameter is held besides ``model``. It may be a state dict, and hold buffers and tied
+    parameters under each of their names; they are read, because gathering is collective, and not
+    compared. A complex parameter is two real ones in a last dimension. Raises RuntimeError if a
+    parameter is missing, or one is there that is not the model's.
     """
     before = dict(model.named_parameters())
-    known = {
-        name for name, _ in model.named_parameters(remove_duplicate=False)
-    } | model.state_dict().keys()
-    known |= {name for name, _ in model.named_buffers()}
+    known = set(model.state_dict())
+    known.update(dict(model.named_parameters(remove_duplicate=False)))
+    known.update(dict(model.named_buffers()))
     if wrong := (before.keys() - after.keys()) | (after.keys() - known):
         raise RuntimeError(
             f"full_parameters() of {backend} is not the model's: {sorted(wrong)[:3]}"
@@ -94,20 +97,39 @@ def _real(value: Tensor) -> Tensor:
     return value.float()
 
 
+class UpdateDeviation(TypedDict):
+    """How an update u deviates from the expected r, over all parameters together."""
+
+    error: float
+    """The relative L2 error, |u - r| / |r|."""
+    scale: float
+    """The least-squares factor, <u, r> / <r, r>."""
+    residual: float
+    """The relative error after dividing u by ``scale``."""
+    norm: float
+    """|u|."""
+    tensor_error: float
+    """The largest relative error of a parameter of its own."""
+    tensor: str
+    """That parameter."""
+
+
 def compare(
     change: Iterable[tuple[str, Tensor]], reference: Path, device: torch.device
-) -> dict[str, Any]:
-    """The deviation of an update from the reference's, which is in a file; calculated on the device."""
+) -> UpdateDeviation:
+    """The deviation of an update from the reference's, in a file; calculated on the device."""
     with safe_open(reference, framework="pt") as stored:
         sizes = json.loads((stored.metadata() or {}).get(SIZES, "{}"))
         return deviation(change, stored.get_tensor, reference.name, device, sizes)
 
 
 SMALL = 0.1
-"""A tensor whose expected update is less than this share of the root mean square of all is compared with that share.
-The gradient of the bias of an attention's keys should be 0: its relative error would be one of nothing."""
+"""A tensor whose expected update is less than this share of the root mean square of all is compared
+with that share. The gradient of the bias of an attention's keys should be 0: its relative error
+would be one of nothing."""
 ROUNDING = 2.0**-23
-"""Of an fp32 number, relative: twice what rounding two new weights leaves in the difference of two updates."""
+"""Of an fp32 number, relative: twice what rounding two new weights leaves in the difference of two
+updates."""
 
 
 @dataclass(slots=True)
@@ -128,8 +150,8 @@ class _Tensor:
         return max(0.0, apart - ROUNDING * size) / scale
 
 
-def compare_files(values: Path, reference: Path) -> dict[str, Any]:
-    """The same of an update in a file, on the CPU. Raises RuntimeError if the two files have other tensors."""
+def compare_files(values: Path, reference: Path) -> UpdateDeviation:
+    """The same of an update in a file, on the CPU. Raises RuntimeError for other tensors."""
     with safe_open(values, framework="pt") as ours, safe_open(reference, framework="pt") as theirs:
         names = list(ours.keys())
         if apart := set(names) ^ set(theirs.keys()):
@@ -145,14 +167,13 @@ def deviation(
     source: str,
     device: torch.device,
     sizes: Mapping[str, float] | None = None,
-) -> dict[str, Any]:
-    """The deviation of an update from the one expected, over all parameters together, summed in fp64.
+) -> UpdateDeviation:
+    """The deviation of an update from the one expected, summed in fp64.
 
-    ``error`` is the relative L2 error |u - r| / |r|; ``scale`` the least-squares factor <u, r> / <r, r>; ``residual``
-    the relative error after dividing u by it; ``norm`` is |u|. A wrong divisor shows as a scale other than 1 without
-    residual; lost or repeated samples show as a residual. A non-finite update has infinite error. ``tensor`` is the
-    parameter whose own relative error, ``tensor_error``, is largest; ``sizes`` are the norms of parameters, whose
-    rounding does not count there. Raises RuntimeError if r is zero or not finite.
+    A wrong divisor shows as a scale other than 1 without residual; lost or repeated samples show as
+    a residual. A non-finite update has infinite error. ``sizes`` are the norms of parameters, whose
+    rounding does not count in ``tensor_error``. Raises RuntimeError if what is expected is zero or
+    not finite.
     """
     uu = ur = rr = dd = 0.0
     size = CHUNK_ELEMENTS[device.type]
@@ -167,30 +188,37 @@ def deviation(
             apart += float(d @ d)
         rr, dd = rr + right, dd + apart
         tensors.append(_Tensor(name, value.numel(), right, apart))
-    norm = math.sqrt(uu)
     if rr == 0.0 or not math.isfinite(rr):
         raise RuntimeError(
             f"the reference update in {source} has norm {math.sqrt(rr)}: nothing to compare with"
         )
     mean = math.sqrt(rr / sum(tensor.count for tensor in tensors))
-    errors = {
-        tensor.name: tensor.error(mean, (sizes or {}).get(tensor.name, 0.0)) for tensor in tensors
-    }
+    errors: dict[str, float] = {}
+    for tensor in tensors:
+        errors[tensor.name] = tensor.error(mean, (sizes or {}).get(tensor.name, 0.0))
     worst = max(errors, key=errors.__getitem__)
-    of_tensor = {"tensor_error": errors[worst], "tensor": worst}
+    found: UpdateDeviation = {
+        "error": math.inf,
+        "scale": math.nan,
+        "residual": math.nan,
+        "norm": math.sqrt(uu),
+        "tensor_error": errors[worst],
+        "tensor": worst,
+    }
     if not math.isfinite(uu):
-        found = {"error": math.inf, "scale": math.nan, "residual": math.nan, "norm": norm}
-        return {**found, **of_tensor}
-    scale = ur / rr
-    residual = (
-        math.sqrt(max(0.0, uu / (scale * scale) - 2 * ur / scale + rr) / rr) if scale else 1.0
-    )
-    found = {"error": math.sqrt(dd / rr), "scale": scale, "residual": residual, "norm": norm}
-    return {**found, **of_tensor}
+        return found
+    found["error"] = math.sqrt(dd / rr)
+    found["scale"] = scale = ur / rr
+    found["residual"] = 1.0
+    if scale:
+        left = max(0.0, uu / (scale * scale) - 2 * ur / scale + rr)
+        found["residual"] = math.sqrt(left / rr)
+    return found
 
 
 MODEL = "mini"
-"""The smallest shipped model with several key heads, each shared by several query heads, as large models have."""
+"""The smallest shipped model with several key heads, each shared by several query heads, as large
+models have."""
 SAMPLES, WINDOWS, TOKENS = 4, 4, 128
 """Samples per window, windows, and the most tokens of a sample."""
 LARGEST_FLOPS = 1e11
@@ -200,9 +228,10 @@ LARGEST_FLOPS = 1e11
 def device_check(
     cell: Cell, device: torch.device, optimizer: Callable[[Iterable[Parameter]], Optimizer]
 ) -> dict[str, float]:
-    """The deviation of the device from the CPU in fp32: of the first update by SGD, and of the losses by ``optimizer``.
+    """The deviation of the device from the CPU in fp32.
 
-    The shipped workload has a small model for it; of others it is the cell's own. Empty if that takes the CPU too long,
+    It is that of the first update by SGD, and of the losses by ``optimizer``. The shipped workload
+    has a small model for it; of others it is the cell's own. Empty if that takes the CPU too long,
     and on the CPU.
     """
     if device.type == "cpu":
@@ -218,16 +247,30 @@ def device_check(
         return {}
     samples = workload.data(SAMPLES * WINDOWS)
     on_device = copy.deepcopy(on_cpu).to(device)
-    losses, change = _train(on_device, workload, batches.to(samples, device), optimizer)
-    expected_losses, expected = _train(on_cpu, workload, samples, optimizer)
-    apart = [abs(loss - other) for loss, other in zip(losses, expected_losses, strict=True)]
-    error = deviation(change.items(), expected.__getitem__, "the CPU", torch.device("cpu"))["error"]
-    largest = max(apart) if all(map(math.isfinite, apart)) else math.inf
+    found = _train(on_device, workload, batches.to(samples, device), optimizer)
+    expected = _train(on_cpu, workload, samples, optimizer)
+    apart = deviation(
+        found.change.items(), expected.change.__getitem__, "the CPU", torch.device("cpu")
+    )
+    largest = 0.0
+    for loss, other in zip(found.losses, expected.losses, strict=True):
+        largest = max(largest, abs(loss - other))
+        if not math.isfinite(loss - other):
+            largest = math.inf
     return {
-        "device_error": error,
+        "device_error": apart["error"],
         "device_loss_deviation": largest,
-        "device_loss_size": max(map(abs, expected_losses)),
+        "device_loss_size": max(map(abs, expected.losses)),
     }
+
+
+class TrainedWindows(NamedTuple):
+    """What ``device_check`` compares."""
+
+    losses: list[float]
+    """Of each window."""
+    change: dict[str, Tensor]
+    """What SGD with learning rate 1 would change in the first window, by parameter."""
 
 
 def _train(
@@ -235,8 +278,7 @@ def _train(
     workload: Workload,
     samples: Batch,
     make_optimizer: Callable[[Iterable[Parameter]], Optimizer],
-) -> tuple[list[float], dict[str, Tensor]]:
-    """The loss of each window, and what SGD with learning rate 1 would change in the first one."""
+) -> TrainedWindows:
     optimizer = make_optimizer(model.parameters())
     losses: list[float] = []
     change: dict[str, Tensor] = {}
@@ -244,10 +286,10 @@ def _train(
         loss = workload.loss(model, batch)
         loss.backward()
         if not losses:
-            change = {
-                name: -p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None
-            }
+            for name, p in model.named_parameters():
+                if p.grad is not None:
+                    change[name] = -p.grad.cpu()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, change
+    return TrainedWindows(losses, change)

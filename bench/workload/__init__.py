@@ -35,10 +35,10 @@ class WorkloadSpec:
 
 
 class Workload(Protocol):
-    """A model, its data and its loss. All methods are deterministic: equal specs give equal bytes everywhere.
+    """A model, its data and its loss.
 
-    The exception is weights of large models that are drawn on a GPU (``llama``): equal only on GPUs
-    of the same kind.
+    All methods are deterministic: equal specs give equal bytes everywhere. The exception is weights
+    of large models that are drawn on a GPU (``llama``): equal only on GPUs of the same kind.
     """
 
     tokens_per_sample: int
@@ -52,10 +52,13 @@ class Workload(Protocol):
         """A new fp32 model on the CPU, with the seeded initial weights."""
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The submodules that are sharded as separate units; everything else belongs to the root unit."""
+        """The submodules that are sharded as separate units; all else belongs to the root unit."""
 
     def data(self, num_samples: int) -> Batch:
-        """Samples 0 to ``num_samples`` - 1 along the first dimension of its tensors; a micro-batch is a slice of it."""
+        """Samples 0 to ``num_samples`` - 1 along the first dimension of its tensors.
+
+        A micro-batch is a slice of it.
+        """
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The mean loss of a micro-batch, a scalar, computed by one call of ``model``."""
@@ -78,7 +81,8 @@ def load(cell: Cell, corpus: Path | None) -> Workload:
     tokens: object = workload.tokens_per_sample
     if not isinstance(tokens, int) or tokens < 1:
         raise InputError(
-            f"{cell.workload}: tokens_per_sample is {shown(tokens)}; it must be an integer of at least 1"
+            f"{cell.workload}: tokens_per_sample is {shown(tokens)}; it must be an integer of at "
+            "least 1"
         )
     return workload
 
@@ -124,11 +128,11 @@ def slice_size(num_samples: int, tokens_per_sample: int) -> int:
 
 
 def sliced(loss: Loss, num_samples: int, tokens_per_sample: int) -> Loss:
-    """The mean loss of ``num_samples`` samples, computed slice by slice; ``loss`` itself if one slice holds them all.
+    """The mean loss of ``num_samples`` samples, computed slice by slice.
 
-    It is the mean over slices, weighted by their samples. Every slice is checkpointed, so its
-    activations are recomputed in the backward. There is still one loss and one backward: nothing is
-    accumulated by hand.
+    It is the mean over slices, weighted by their samples; ``loss`` itself if one slice holds them
+    all. Every slice is checkpointed, so its activations are recomputed in the backward. There is
+    still one loss and one backward: nothing is accumulated by hand.
     """
     size = slice_size(num_samples, tokens_per_sample)
     if size == num_samples:

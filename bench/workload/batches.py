@@ -1,54 +1,61 @@
-"""Batches of samples: a tensor, or tuples, lists and dicts of tensors, whose first dimension counts samples."""
+"""Batches of samples: tensors, or nested tuples, lists and dicts of tensors.
+
+Their first dimension counts samples.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+if TYPE_CHECKING:
+    from bench.workload import Batch
 
-def tensors_of(batch: Any) -> list[Tensor]:
+
+def tensors_of(batch: Batch) -> list[Tensor]:
     """All tensors of a batch."""
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
-def length(batch: Any) -> int:
+def length(batch: Batch) -> int:
     """Number of samples of a batch."""
     return len(tensors_of(batch)[0])
 
 
-def device_of(batch: Any) -> torch.device:
+def device_of(batch: Batch) -> torch.device:
     """The device of a batch."""
     return tensors_of(batch)[0].device
 
 
-def part(batch: Any, samples: range) -> Any:
+def part(batch: Batch, samples: range) -> Batch:
     """Consecutive samples of a batch, as views."""
     return tree_map_only(Tensor, lambda tensor: tensor[samples.start : samples.stop], batch)
 
 
-def split(batch: Any, size: int) -> list[Any]:
+def split(batch: Batch, size: int) -> list[Batch]:
     """The batch in parts of ``size`` samples; the last may have fewer."""
     count = length(batch)
     return [part(batch, range(start, min(start + size, count))) for start in range(0, count, size)]
 
 
-def to(batch: Any, device: torch.device) -> Any:
+def to(batch: Batch, device: torch.device) -> Batch:
     """The batch on a device."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
 
 
 def zeros_like(
-    batch: Any, num_samples: int | None = None, device: torch.device | None = None
-) -> Any:
-    """Zeros of the shapes and dtypes of a batch, with as many samples unless ``num_samples`` is given."""
+    batch: Batch, num_samples: int | None = None, device: torch.device | None = None
+) -> Batch:
+    """Zeros of the shapes and dtypes of a batch, with ``num_samples`` samples if that is given."""
 
     def zeros(tensor: Tensor) -> Tensor:
-        count = len(tensor) if num_samples is None else num_samples
-        return torch.zeros(
-            (count, *tensor.shape[1:]), dtype=tensor.dtype, device=device or tensor.device
-        )
+        count = len(tensor)
+        if num_samples is not None:
+            count = num_samples
+        shape = (count, *tensor.shape[1:])
+        return torch.zeros(shape, dtype=tensor.dtype, device=device or tensor.device)
 
     return tree_map_only(Tensor, zeros, batch)

@@ -1,4 +1,4 @@
-"""A causal language model of Hugging Face transformers, built from a config without a download (``hf:CONFIG``)."""
+"""A causal language model of transformers, built from a config (``hf:CONFIG``), not downloaded."""
 
 from __future__ import annotations
 
@@ -24,20 +24,25 @@ TOKENS = 256
 
 
 class CausalWorkload:
-    """Next-token prediction with any decoder that transformers has; methods as in ``bench.workload.Workload``.
+    """Next-token prediction with any decoder that transformers has.
 
-    Weights are drawn from the seed, and all dropout is off.
+    Methods as in ``bench.workload.Workload``. Weights are drawn from the seed, and all dropout is
+    off.
     """
 
     flops_per_sample: float | None = None
 
     def __init__(self, spec: WorkloadSpec, values: Mapping[str, Any], place: str) -> None:
-        """``values`` are those of a ``config.json``, ``place`` its path. Raises InputError for other models."""
+        """``values`` are those of a ``config.json``, ``place`` its path.
+
+        Raises InputError for models of other kinds.
+        """
         self._spec = spec
         kind = values["model_type"]
         if kind not in CONFIG_MAPPING:
             raise InputError(
-                f"{place}: model_type '{kind}' is unknown to transformers; {suggest(kind, CONFIG_MAPPING)}"
+                f"{place}: model_type '{kind}' is unknown to transformers; "
+                f"{suggest(kind, CONFIG_MAPPING)}"
             )
         self._config = CONFIG_MAPPING[kind].from_dict(dict(values))
         if type(self._config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -50,8 +55,8 @@ class CausalWorkload:
         longest = getattr(text, "max_position_embeddings", None)
         if longest is not None and spec.sequence_length > longest:
             raise InputError(
-                f"{place}: max_position_embeddings is {longest}, fewer than the {spec.sequence_length} tokens of a "
-                f"sample; give --sequence {longest} or less"
+                f"{place}: max_position_embeddings is {longest}, fewer than the "
+                f"{spec.sequence_length} tokens of a sample; give --sequence {longest} or less"
             )
         if text.vocab_size < TOKENS:
             raise InputError(
@@ -77,18 +82,19 @@ class CausalWorkload:
         return found
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The modules of the longest ModuleList that is in no other: the layers, and not the experts of one."""
-        lists = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, nn.ModuleList)
-        }
-        outer = [
-            blocks
-            for name, blocks in lists.items()
-            if not any(name.startswith(f"{other}.") for other in lists)
-        ]
-        longest: list[nn.Module] = max(map(list, outer), key=len, default=[])
+        """The modules of the longest ModuleList that is in no other.
+
+        So the layers, and not the experts of one.
+        """
+        longest: list[nn.Module] = []
+        lists: list[str] = []
+        for name, module in model.named_modules():  # each before those in it
+            if not isinstance(module, nn.ModuleList):
+                continue
+            is_inner = any(name.startswith(f"{outer}.") for outer in lists)
+            lists.append(name)
+            if not is_inner and len(module) > len(longest):
+                longest = list(module)
         return longest
 
     def data(self, num_samples: int) -> Tensor:
@@ -96,7 +102,10 @@ class CausalWorkload:
         return torch.from_numpy(self._corpus.samples(num_samples, self._spec.sequence_length + 1))
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per token, computed in fp32; all samples have the same number of tokens."""
+        """Mean cross-entropy in nats per token, computed in fp32.
+
+        All samples have the same number of tokens.
+        """
         logits = model(input_ids=batch[:, :-1]).logits
         return cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bench import validation
 from bench.grouping import grouped
@@ -22,6 +22,7 @@ from bench.workload import Batch, Loss
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.utils.hooks import RemovableHandle
 
 ROOT = 0
 """The unit of everything outside the blocks; block i is unit i, counted from 1."""
@@ -37,7 +38,8 @@ class Parameter:
     unit: int
     """ROOT, or the number of the block."""
     special: str = ""
-    """What distinguishes it from parameters in fp32 with a dense gradient, as a predicate: ``is frozen``."""
+    """What distinguishes it from parameters in fp32 with a dense gradient, as a predicate: ``is
+    frozen``."""
 
     @property
     def numel(self) -> int:
@@ -85,17 +87,17 @@ class Layout:
                 sizes[parameter.unit] += parameter.numel
         return max(sizes.values(), default=0)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Layout:
+    def from_json(cls, values: Mapping[str, object]) -> Layout:
         """The inverse of ``to_json``. Raises InputError for other values."""
         return validation.read(cls, values)
 
 
 def llama_parameters(size: LlamaSize) -> tuple[Parameter, ...]:
-    """Names, shapes and units of the parameters of a ``LlamaForCausalLM`` or a relative of it, in order."""
+    """The parameters of a ``LlamaForCausalLM`` or a relative of it, in order."""
     hidden = size.hidden_size
     block = _block_shapes(size)
     found = [
@@ -114,7 +116,10 @@ def llama_parameters(size: LlamaSize) -> tuple[Parameter, ...]:
 
 
 def _block_shapes(size: LlamaSize) -> dict[str, tuple[int, ...]]:
-    """The parameters of a decoder block and their shapes, in order; experts as in transformers 5, in one tensor."""
+    """The parameters of a decoder block and their shapes, in order.
+
+    Experts are in one tensor, as in transformers 5.
+    """
     hidden, inner, heads = size.hidden_size, size.intermediate_size, size.num_heads * size.head_size
     kv = size.num_kv_heads * size.head_size
     found: dict[str, tuple[int, ...]] = {}
@@ -148,7 +153,7 @@ _Visit = tuple[str, bool]
 
 def _through(*modules: str) -> list[_Visit]:
     """Enter and leave each of these modules in turn."""
-    found = []
+    found: list[_Visit] = []
     for module in modules:
         found += [(module, False), (module, True)]
     return found
@@ -258,7 +263,7 @@ def record(model: nn.Module, blocks: Sequence[nn.Module], loss: Loss, batch: Bat
     recorder = _Recorder(index)
     gradients: list[int] = []
     sparse: set[int] = set()
-    handles: list[Any] = []
+    handles: list[RemovableHandle] = []
 
     def accumulated(parameter: Tensor) -> None:
         gradients.append(index[id(parameter)])
@@ -319,13 +324,13 @@ class _Recorder:
         self.forward: list[int] = []
         self.backward: list[int] = []
 
-    def hook(self, module: nn.Module) -> list[Any]:
+    def hook(self, module: nn.Module) -> list[RemovableHandle]:
         return [
             module.register_forward_pre_hook(self._enter),
             module.register_forward_hook(self._leave),
         ]
 
-    def _enter(self, module: nn.Module, inputs: Any) -> Any:
+    def _enter(self, module: nn.Module, inputs: tuple[object, ...]) -> object:
         if id(module) not in self._numbers:
             self._numbers[id(module)] = len(self.modules)
             self.modules.append(
@@ -336,7 +341,7 @@ class _Recorder:
         self._inputs[number] = sum(getattr(leaf, "requires_grad", False) for leaf in inputs)
         return _watched(inputs, lambda: self._finish(number))
 
-    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+    def _leave(self, module: nn.Module, inputs: object, output: object) -> object:
         number = self._numbers[id(module)]
         self.forward.append(~number)
         return _watched(output, lambda: self.backward.append(number))
@@ -347,8 +352,8 @@ class _Recorder:
             self.backward.append(~number)
 
 
-def _watched(value: Any, passed: Callable[[], None]) -> Any:
-    """The value with its tensors replaced by views that call ``passed`` when a gradient passes through them."""
+def _watched(value: object, passed: Callable[[], None]) -> object:
+    """The value with views for its tensors, which call ``passed`` when a gradient passes them."""
     import torch
     from torch.utils._pytree import tree_map_only
 

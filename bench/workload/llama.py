@@ -1,8 +1,9 @@
-"""A Llama decoder from Hugging Face transformers, built from its config without a download, and its tokens.
+"""A Llama decoder of transformers, built from its config without a download, and its tokens.
 
-They are those of a Markov chain with a known entropy rate, or the bytes of a file. Both use token
-ids below 256, which every model's vocabulary contains. ``samples(count, length)`` returns samples 0
-to ``count`` - 1 as token ids of shape [count, length]; sample i does not depend on ``count``.
+The tokens are those of a Markov chain with a known entropy rate, or the bytes of a file. Both use
+token ids below 256, which every model's vocabulary contains. ``samples(count, length)`` returns
+samples 0 to ``count`` - 1 as token ids of shape [count, length]; sample i does not depend on
+``count``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -52,12 +52,18 @@ class MarkovCorpus:
 
     @cached_property
     def entropy_floor(self) -> float:
-        """Entropy rate in nats per token: -sum_i pi_i sum_j P_ij ln P_ij (Cover and Thomas, theorem 4.2.4)."""
+        """Entropy rate in nats per token: -sum_i pi_i sum_j P_ij ln P_ij.
+
+        Cover and Thomas, "Elements of Information Theory", theorem 4.2.4.
+        """
         row_entropy = -(self.transitions * np.log(self.transitions)).sum(axis=1)
         return float(self.stationary @ row_entropy)
 
     def samples(self, count: int, length: int) -> NDArray[np.int64]:
-        """Draw by inverting the cumulative distributions; all samples advance together, one position at a time."""
+        """Draw by inverting the cumulative distributions.
+
+        All samples advance together, one position at a time.
+        """
         uniform = np.random.default_rng([self._seed, 2]).random((count, length))
         # Row i's cumulative distribution lies in (i, i + 1], so one sorted array serves all rows at
         # once.
@@ -122,7 +128,7 @@ class LlamaWorkload:
         )
 
     def model(self) -> nn.Module:
-        """A ``LlamaForCausalLM`` with SDPA attention, without dropout, biases or a key-value cache."""
+        """A ``LlamaForCausalLM`` with SDPA, without dropout, biases or a key-value cache."""
         size = self._size
         config = LlamaConfig(
             hidden_size=size.hidden_size,
@@ -159,7 +165,10 @@ class LlamaWorkload:
         return torch.from_numpy(self._corpus.samples(num_samples, self._spec.sequence_length + 1))
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per token, computed in fp32; all samples have the same number of tokens."""
+        """Mean cross-entropy in nats per token, computed in fp32.
+
+        All samples have the same number of tokens.
+        """
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
         return cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
@@ -172,9 +181,11 @@ def attend(
     attention_mask: None,
     *,
     scaling: float,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention in a fused kernel: [batch, heads, tokens, head size] to [batch, tokens, heads, head size].
+    """Causal attention in a fused kernel.
+
+    From [batch, heads, tokens, head size] to [batch, tokens, heads, head size].
 
     With fewer key heads than query heads, SDPA broadcasts them (``enable_gqa``). No fused CUDA
     kernel supports that in fp32: SDPA falls back to the math kernel, which keeps all S x S scores

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bench.errors import InputError
 from bench.plan.cell import Cell, Device
@@ -25,15 +25,17 @@ from bench.plan.models import CONFIG_FILES, LLAMA
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from torch.utils.hooks import RemovableHandle
 
-    from bench.workload import Workload
+    from bench.workload import Batch, Workload
 
 LIMIT_S = 600
 """Seconds after which the process is ended."""
 SAMPLES = 4
 """Samples that are drawn."""
 SAME = 1e-4
-"""Relative difference of losses that are the same: fp32 sums in another order differ by some 1e-6."""
+"""Relative difference of losses that are the same: fp32 sums in another order differ by some
+1e-6."""
 
 
 class UnfitError(Exception):
@@ -41,9 +43,10 @@ class UnfitError(Exception):
 
 
 def require(cells: Mapping[str, Cell], corpus: Path | None, *, shards: bool) -> None:
-    """Check each workload of these cells, by name, that is not shipped. Raises InputError for the first unfit one.
+    """Check each workload of these cells, by name, that is not shipped.
 
-    ``shards``: whether a backend of the run shards parameters by blocks.
+    ``shards``: whether a backend of the run shards parameters by blocks. Raises InputError for the
+    first unfit one.
     """
     for name, cell in cells.items():
         if name != LLAMA and cell.world.computes and (wrong := _ask(cell, corpus, shards=shards)):
@@ -73,7 +76,10 @@ def _ask(cell: Cell, corpus: Path | None, *, shards: bool) -> str:
                     check=False,
                 ).returncode
             except subprocess.TimeoutExpired:
-                return f"its check took longer than {LIMIT_S} s; it is a model, two samples and five losses"
+                return (
+                    f"its check took longer than {LIMIT_S} s; it is a model, two samples and five "
+                    "losses"
+                )
         if answer.exists():
             return str(json.loads(answer.read_text(encoding="utf-8")))
         lines = log.read_text(errors="replace").strip().splitlines() or ["it wrote nothing"]
@@ -91,7 +97,10 @@ def main(asked: str) -> None:
 
 
 def examine(cell: Cell, corpus: Path | None, *, shards: bool) -> str:
-    """What is wrong with the workload of a cell, in words; empty if nothing is, or the device has no memory for it."""
+    """What is wrong with the workload of a cell, in words.
+
+    Empty if nothing is, or the device has no memory for it.
+    """
     import torch
 
     try:
@@ -147,7 +156,7 @@ class _Examination:
         for name in ("tokens_per_sample", "flops_per_sample", "entropy_floor"):
             if not hasattr(workload, name):
                 raise UnfitError(f"it has no {name}; see 'A model of your own' in docs/matrix.md")
-        tokens: Any = workload.tokens_per_sample
+        tokens: object = workload.tokens_per_sample
         if not isinstance(tokens, int) or tokens < 1:
             raise UnfitError(
                 f"tokens_per_sample is {tokens!r}; it must be an integer of at least 1"
@@ -178,7 +187,7 @@ class _Examination:
                 )
         return model.to(self._device).train()
 
-    def _samples(self) -> Any:
+    def _samples(self) -> Batch:
         """The first samples, on the device."""
         import torch
 
@@ -190,27 +199,30 @@ class _Examination:
         if not tensors:
             kind = type(samples).__name__
             raise UnfitError(
-                f"data() returns {kind} without a tensor; it must be a tensor, or a tuple or dict of them"
+                f"data() returns {kind} without a tensor; it must be a tensor, or a tuple or dict "
+                "of them"
             )
         for found, count in ((tensors, SAMPLES), (first, SAMPLES // 2)):
             for tensor in found:
                 if tensor.dim() == 0 or len(tensor) != count:
                     shape = list(tensor.shape)
                     raise UnfitError(
-                        f"data({count}) has a tensor of shape {shape}; its first dimension must be {count}"
+                        f"data({count}) has a tensor of shape {shape}; its first dimension must be "
+                        f"{count}"
                     )
         for more, less in zip(tensors, first, strict=True):
             if not torch.equal(more[: len(less)], less):
                 raise UnfitError(
-                    f"data({SAMPLES}) and data({len(less)}) begin with other samples; sample i must be fixed"
+                    f"data({SAMPLES}) and data({len(less)}) begin with other samples; sample i "
+                    "must be fixed"
                 )
         return to(samples, self._device)
 
-    def _loss(self, model: nn.Module, batch: Any) -> Tensor:
+    def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
         import torch
 
         with _raising("loss()"):
-            loss: Any = self._workload.loss(model, batch)
+            loss: object = self._workload.loss(model, batch)
         found = type(loss).__name__
         if isinstance(loss, torch.Tensor):
             if loss.shape == () and loss.requires_grad:
@@ -222,11 +234,14 @@ class _Examination:
             f"loss() returns {found}; it must be the mean loss, a scalar tensor from the model"
         )
 
-    def _check_draws(self, model: nn.Module, batch: Any) -> None:
-        """Raise UnfitError if a forward in training mode draws random numbers, with the innermost module that does."""
+    def _check_draws(self, model: nn.Module, batch: Batch) -> None:
+        """Raise UnfitError if a forward in training mode draws random numbers.
+
+        It names the innermost module that does.
+        """
         drawing: list[str] = []
-        states: dict[str, list[Any]] = {}
-        handles = []
+        states: dict[str, list[tuple[object, ...]]] = {}
+        handles: list[RemovableHandle] = []
 
         def hooks(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
             def before(*_: object) -> None:
@@ -252,12 +267,15 @@ class _Examination:
         if not _same(began, ended):
             who = next(iter(drawing), "loss()")
             raise UnfitError(
-                f"{who} draws random numbers in training mode, such as dropout: every backend would train on others; "
-                "set its rate to 0"
+                f"{who} draws random numbers in training mode, such as dropout: every backend "
+                "would train on others; set its rate to 0"
             )
 
-    def _check_loss(self, model: nn.Module, batch: Any) -> set[int]:
-        """The ids of called modules. Raises UnfitError for a loss that is not finite, or differs the second time."""
+    def _check_loss(self, model: nn.Module, batch: Batch) -> set[int]:
+        """The ids of called modules.
+
+        Raises UnfitError for a loss that is not finite, or differs the second time.
+        """
         called = Counter[int]()
         handles = [
             module.register_forward_hook(lambda module, *_: called.update([id(module)]))
@@ -278,8 +296,8 @@ class _Examination:
             )
         if not math.isclose(first, second, rel_tol=SAME):
             raise UnfitError(
-                f"the loss of the same samples is {first:.6g}, and {second:.6g} when it is computed again; it must be "
-                "deterministic"
+                f"the loss of the same samples is {first:.6g}, and {second:.6g} when it is "
+                "computed again; it must be deterministic"
             )
         return set(called)
 
@@ -287,7 +305,7 @@ class _Examination:
         from torch import nn
 
         with _raising("blocks()"):
-            blocks: list[Any] = list(self._workload.blocks(model))
+            blocks: list[object] = list(self._workload.blocks(model))
         inside = {id(module) for module in model.modules()}
         if len(set(map(id, blocks))) < len(blocks):
             raise UnfitError("blocks() names a module twice")
@@ -302,10 +320,11 @@ class _Examination:
                 )
         if not blocks and self._shards:
             raise UnfitError(
-                "blocks() is empty: there are none to shard; name the layers, or leave out such backends"
+                "blocks() is empty: there are none to shard; name the layers, or leave out such "
+                "backends"
             )
 
-    def _check_mean(self, model: nn.Module, batch: Any) -> None:
+    def _check_mean(self, model: nn.Module, batch: Batch) -> None:
         """Raise UnfitError unless the loss of two samples is the mean of theirs."""
         from bench.workload.batches import part
 
@@ -313,38 +332,42 @@ class _Examination:
         both, mean = self._loss(model, part(batch, range(2))).item(), (first + second) / 2
         if not abs(both - mean) <= SAME * max(abs(first), abs(second), abs(both)):
             raise UnfitError(
-                f"the loss of samples 0 and 1 is {both:.6g}, and the mean of their losses {mean:.6g}: it is not a mean "
-                "over samples (a sum, statistics of the batch, or samples of unequal weight), so it depends on N"
+                f"the loss of samples 0 and 1 is {both:.6g}, and the mean of their losses "
+                f"{mean:.6g}: it is not a mean over samples (a sum, statistics of the batch, or "
+                "samples of unequal weight), so it depends on N"
             )
 
-    def _check_gradients(self, model: nn.Module, batch: Any) -> None:
+    def _check_gradients(self, model: nn.Module, batch: Batch) -> None:
         with _raising("the backward of loss()"):
             self._loss(model, batch).backward()
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        for name, gradient in gradients.items():
-            if not gradient.is_sparse and not bool(gradient.isfinite().all()):
+        depends = False
+        for name, p in model.named_parameters():
+            if p.grad is None:
+                continue
+            if not p.grad.is_sparse and not bool(p.grad.isfinite().all()):
                 raise UnfitError(f"the gradient of '{name}' is not finite")
-        if not any(bool(g.abs().sum() > 0) for g in gradients.values()):
+            depends = depends or bool(p.grad.abs().sum() > 0)
+        if not depends:
             raise UnfitError(
                 "no parameter has a gradient other than 0: the loss does not depend on the model"
             )
 
 
-def _random_state(device: torch.device) -> tuple[Any, ...]:
+def _random_state(device: torch.device) -> tuple[object, ...]:
     """The states of the generators that a forward may use: torch's, the device's, and Python's."""
     import torch
 
-    states: list[Any] = [torch.get_rng_state().clone(), random.getstate()]
+    states: list[object] = [torch.get_rng_state().clone(), random.getstate()]
     if device.type != "cpu":
         states.append(torch.cuda.get_rng_state(device))
     return tuple(states)
 
 
-def _same(states: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+def _same(states: tuple[object, ...], others: tuple[object, ...]) -> bool:
     import torch
 
     for state, other in zip(states, others, strict=True):
-        if isinstance(state, torch.Tensor):
+        if isinstance(state, torch.Tensor) and isinstance(other, torch.Tensor):
             if not torch.equal(state, other):
                 return False
         elif state != other:
