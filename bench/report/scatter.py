@@ -32,7 +32,7 @@ from bench.report.canvas import (
     new_figure,
     set_scale,
 )
-from bench.report.descriptions import tied_backends
+from bench.report.descriptions import one_or_many, tied_backends
 from bench.report.figure_data import (
     CONTEXT,
     FACTS,
@@ -211,9 +211,7 @@ def _title(data: FigureData, panel: Panel) -> str:
         return f"No backend is correct at {panel.title}"
     least = float(good["peak_memory_bytes"].min())
     names = tied_backends(good, "peak_memory_bytes", least)
-    need = "need"
-    if len(names) == 1:
-        need = "needs"
+    need = one_or_many(len(names), "needs", "need")
     lean = f"{some(names)} {need} the least memory ({size(least)})"
     return f"At {panel.title}, {_fastest(data, good)}; {lean}"
 
