@@ -147,7 +147,7 @@ def _step_time_title(data: FigureData, panel: Panel) -> str:
 
 
 def _verdicts(pairs: Sequence[ComparedPair]) -> str:
-    """In how many pairs the deferred backend is shown to be faster than the eager one, or slower."""
+    """In how many pairs the deferred backend is shown to be faster than the eager, or slower."""
     names: dict[Verdict, list[str]] = {Verdict.FASTER: [], Verdict.SLOWER: []}
     for pair in pairs:
         if pair.verdict in names:
@@ -350,7 +350,8 @@ def _loss_title(panels: list[Panel]) -> str:
     most = away.max()
     far = list(rows[away > VISIBLE]["backend"].unique())
     if far:
-        text = f"{some(far)} {one_or_many(len(far), 'deviates', 'deviate')} from the reference's loss"
+        verb = one_or_many(len(far), "deviates", "deviate")
+        text = f"{some(far)} {verb} from the reference's loss"
         if math.isfinite(most):
             text += f" by up to {at_most(most)} nats/token"
         return text + str(rows[away == most]["panel"].iloc[0])

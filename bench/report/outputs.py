@@ -1,4 +1,4 @@
-"""Everything that is written after a run, from its journal: tables, plots, short report and page."""
+"""Everything that is written after a run, from its journal: tables, plots, report and page."""
 
 from __future__ import annotations
 

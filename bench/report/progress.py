@@ -1,4 +1,4 @@
-"""Progress of a run: a line that changes on a terminal, lines elsewhere, JSON lines for machines."""
+"""Progress of a run: a line that changes on a terminal, lines elsewhere, or JSON lines."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class Display:
         self._tell_if_busy(record)
 
     def _tell_if_busy(self, record: TrialRecord) -> None:
-        """Say, once, what would forbid comparing a cell's times if all its trials were like this."""
+        """Say, once, what would forbid comparing times if all trials of the cell were like this."""
         if self._is_told_busy or self._manifest is None or record.status is not Status.OK:
             return
         found = restless(build([record], self._manifest).trial_rows)
