@@ -1,4 +1,4 @@
-"""Rates of links by the names of GPUs, and the latency that is assumed of collectives on GPUs; each with its source."""
+"""Rates of links by names of GPUs, and the latency assumed of collectives on GPUs, with sources."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkPreset:
-    """The rates of a kind of machine, in each direction, by its makers' datasheets; collectives reach less."""
+    """The rates of a kind of machine, in each direction, by datasheets; collectives reach less."""
 
     intra_bytes_per_s: float
     inter_bytes_per_s: float

@@ -14,7 +14,7 @@ from bench.forecast.prediction_text import (
     rates_text,
     reserve_text,
 )
-from bench.forecast.search import CHECKPOINTING, Combination, Search, combination_json
+from bench.forecast.search import CHECKPOINTING, Combination, Search
 from bench.formatting import digits, plural, size
 from bench.tabular import Table
 
@@ -69,7 +69,8 @@ def _recommendation(found: Search) -> str:
     least = min(close, key=lambda each: each.peak)
     if least is fastest:
         return f"{text}."
-    return f"{text}; within {100 * MARGIN:g} % of it the least memory is needed by {_named(least)}: {_needs(least)}."
+    sparing = f"the least memory is needed by {_named(least)}: {_needs(least)}"
+    return f"{text}; within {100 * MARGIN:g} % of it {sparing}."
 
 
 def _named(combination: Combination) -> str:
@@ -98,7 +99,7 @@ def _front_table(question: Question, found: Search) -> str:
     rows = []
     for combination in found.front:
         cell, step = combination.cell, combination.step
-        values = combination_json(question, combination)
+        rates = question.rates(cell, step)
         row = [
             str(cell.micro_batch_size),
             str(cell.accumulate),
@@ -108,10 +109,10 @@ def _front_table(question: Question, found: Search) -> str:
             fits_text(fits=combination.fits, may_fit=combination.may_fit),
             f"{step.overlapped:.4g}",
             f"{step.serial:.4g}",
-            rates_text("tokens_per_s", values["tokens_per_s"]),
+            rates_text("tokens_per_s", rates["tokens_per_s"]),
         ]
         if question.peak_flops is not None:
-            row.append(rates_text("mfu", values["mfu"]))
+            row.append(rates_text("mfu", rates["mfu"]))
         rows.append(row)
     numbers = [place for place in range(len(header)) if place not in (2, 3, 5)]
     return Table.from_rows(header, rows, numbers).text()
