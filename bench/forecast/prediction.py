@@ -1,7 +1,7 @@
 """What an optimizer step takes on a backend, by prediction: memory, collectives, and its time.
 
 Memory comes from ``bench.forecast.footprint``, collectives from ``bench.judge.formulas``. The rest,
-of which two estimates of the time come, is arithmetic:
+with two estimates of the time, is arithmetic:
 
 - wire bytes are those of ring algorithms, derived and not measured
   (``bench.judge.formulas.wire_bytes``), and 0 at W = 1. A rank sends a share of them within its

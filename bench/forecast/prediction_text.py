@@ -38,7 +38,8 @@ HOST_COLUMNS = {
 SECONDS = {"comm/s": "communication_s", "overlapped/s": "overlapped_s", "serial/s": "serial_s"}
 """Further columns, each with its key."""
 RATES = {"tokens_per_s": "tok/s/{}", "mfu": "MFU (%)"}
-"""Further columns by key, of which the least and the most are shown; with their titles, ``{}`` for GPU or rank."""
+"""Further columns by key, of which the least and the most are shown; with their titles, ``{}`` for
+GPU or rank."""
 LEVEL_KEYS = {"intra": "intra_bytes", "inter": "inter_bytes"}
 """Columns of a link with two levels, each with its key."""
 REMARKS = {
@@ -131,20 +132,18 @@ def printed_lines(question: Question, records: Records, choices: Choices) -> Ite
             yield _exact_line(row)
     yield from _recommendation_lines(question, rows, choices)
     yield from ("", *setting_lines(question))
-    yield from (
-        "",
-        "GiB of a rank at its peak, and one optimizer step:",
-        _backend_table(question, records),
-    )
+    yield from ("", "GiB of a rank at its peak, and one optimizer step:")
+    yield _backend_table(question, records)
     for why, names in _names_by_text(_remarks_and_reasons(records)):
         yield from ("", f"{names}: {why}.")
     if choices:
         yield from ("", "The best by N and W (?: undecided, it leads):", _choice_table(choices))
     yield from ("", "Collectives of a step:")
-    predicted = filter(_is_predicted, rows)
-    for text, names in _names_by_text(
-        (_collectives_text(row), row["backend"]) for row in predicted
-    ):
+    collectives = []
+    for row in rows:
+        if _is_predicted(row):
+            collectives.append((_collectives_text(row), str(row["backend"])))
+    for text, names in _names_by_text(collectives):
         yield f"  {names}: {text}"
     for note in _notes(question, records, is_timed=bool(choices)):
         yield from ("", note)
@@ -161,12 +160,16 @@ def _exact_line(row: Mapping[str, Any]) -> str:
     """The measured peak of a backend beside the predicted one."""
     exact, predicted = row["exact_peak_bytes"], row["peak_memory_bytes"]
     beside = f"predicted: {size(predicted)}, {100 * (predicted / exact - 1):+.1f} %"
-    return f"{row['backend']}: {size(exact)} at the peak of rank 0, measured on fake tensors ({beside})."
+    name = f"{row['backend']}: {size(exact)} at the peak of rank 0"
+    return f"{name}, measured on fake tensors ({beside})."
 
 
 def _names_by_text(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     """Each text once, with all names that come with it."""
-    return [(text, ", ".join(names)) for text, names in grouped(pairs).items()]
+    found = []
+    for text, names in grouped(pairs).items():
+        found.append((text, ", ".join(names)))
+    return found
 
 
 def setting_lines(question: Question) -> Iterator[str]:
@@ -225,25 +228,25 @@ def _has_levels(question: Question) -> bool:
 def _backend_table(question: Question, records: Records) -> str:
     """The table of backends; sizes in GiB. Wrappers are named beside the mechanism that they equal."""
     wrappers = dict(_names_by_text((row["equals"], _name(row)) for row in records))
-    seconds = [
-        name for name, key in SECONDS.items() if any(row[key] is not None for row in records)
-    ]
     columns = [*COLUMNS, "peak"]
     if question.memory_bytes is not None:
         columns.append("fits")
-    if _has_offload(records):
+    if _has(records, "host_bytes"):
         columns += HOST_COLUMNS
     if _has_levels(question):
         columns += LEVEL_KEYS
-    columns += seconds
-    rates = [key for key in RATES if any(row[key] is not None for row in records)]
-    columns += rates
+    for name, key in SECONDS.items():
+        if _has(records, key):
+            columns.append(name)
+    for key in RATES:
+        if _has(records, key):
+            columns.append(key)
     titles = [RATES.get(column, column).format(device_word(question)) for column in columns]
     found = []
     for row in records:
         if row["equals"]:
             continue
-        values = ["-" for _ in columns]
+        values = ["-"] * len(columns)
         if _is_predicted(row):
             values = [_value(row, column) for column in columns]
         remarks = [_remark(row)]
@@ -260,9 +263,9 @@ def device_word(question: Question) -> str:
     return "rank"
 
 
-def _has_offload(records: Records) -> bool:
-    """Whether some backend rests on the host in part."""
-    return any(row["host_bytes"] is not None for row in records)
+def _has(records: Records, key: str) -> bool:
+    """Whether something is known of some backend."""
+    return any(row[key] is not None for row in records)
 
 
 def _name(row: Mapping[str, Any]) -> str:
@@ -281,7 +284,9 @@ def _value(row: Mapping[str, Any], column: str) -> str:
         return _gib(row[of_bytes[column]] or 0)
     if column in SECONDS:
         seconds = row[SECONDS[column]]
-        return "-" if seconds is None else f"{seconds:.4g}"
+        if seconds is None:
+            return "-"
+        return f"{seconds:.4g}"
     if column in RATES:
         return rates_text(column, row[column])
     return fits_text(fits=row["fits"], may_fit=row["may_fit"])
@@ -319,21 +324,28 @@ def _gib(number: float) -> str:
 
 def _remark(row: Mapping[str, Any]) -> str:
     """The first of REMARKS that holds; empty if none does."""
-    return next((remark for key, remark in REMARKS.items() if row[key]), "")
+    for key, remark in REMARKS.items():
+        if row[key]:
+            return remark
+    return ""
 
 
 def _reason(row: Mapping[str, Any]) -> str:
     """Why a backend is refused, not predicted or wrong; empty if it is not."""
-    reasons = (str(row[key]) for key in ("refusal", "not_predicted", "defect"))
-    return next(filter(None, reasons), "")
+    for key in ("refusal", "not_predicted", "defect"):
+        if row[key]:
+            return str(row[key])
+    return ""
 
 
 def _choice_table(choices: Choices) -> str:
     sizes = sorted({world_size for _, world_size in choices})
     rows = []
     for accumulate in sorted({accumulate for accumulate, _ in choices}):
-        texts = [_choice_text(choices[accumulate, world_size]) for world_size in sizes]
-        rows.append([f"N = {accumulate}", *texts])
+        row = [f"N = {accumulate}"]
+        for world_size in sizes:
+            row.append(_choice_text(choices[accumulate, world_size]))
+        rows.append(row)
     return Table.from_rows(["", *(f"W = {world_size}" for world_size in sizes)], rows).text()
 
 
@@ -367,7 +379,7 @@ def _notes(question: Question, records: Records, *, is_timed: bool) -> Iterator[
     if any(row["equals"] for row in records):
         yield WRAPPERS
     yield PEAK
-    if _has_offload(records):
+    if _has(records, "host_bytes"):
         yield ON_THE_HOST
     if cell.selective_checkpointing:
         yield (
@@ -399,7 +411,7 @@ TIGHT = "it fits only if less is reserved beside its peak than the most that was
 
 
 def reserve_text(question: Question) -> str:
-    """Which part of the memory is kept free, and why so much; empty if there is no limit or nothing is kept."""
+    """Which part of the memory is kept free, and why so much; empty without a limit."""
     if question.memory_bytes is None:
         return ""
     if question.reserve_bytes is not None:
@@ -421,8 +433,8 @@ def reserve_text(question: Question) -> str:
 
 
 def _trade_text(best: str, traded: Trade) -> str:
-    """What needs less memory than the best for a time that is as good, and what the freed memory could buy."""
-    least, most = (100 * share for share in traded.longer)
+    """What needs less memory than the best for a time that is as good, and what that could buy."""
+    least, most = 100 * traded.longer[0], 100 * traded.longer[1]
     text = (
         f"Less memory: {traded.name} needs {size(traded.freed_bytes)} less, for {least:.2g} to {most:.2g} % more time; "
         f"the two estimates of {best} are {100 * traded.interval:.2g} % apart."
@@ -438,9 +450,13 @@ def _trade_text(best: str, traded: Trade) -> str:
 
 def _recommendation_lines(question: Question, rows: Records, choices: Choices) -> Iterator[str]:
     """What to take, with the reason; if that is undecided, also the command that decides it."""
-    sound = [row for row in rows if not row["defect"]]
-    able = list(filter(_is_predicted, sound))
-    fitting = [row for row in able if row["may_fit"] is not False]
+    able, fitting = [], []
+    for row in rows:
+        if row["defect"] or not _is_predicted(row):
+            continue
+        able.append(row)
+        if row["may_fit"] is not False:
+            fitting.append(row)
     here = choices.get((question.cell.accumulate, question.cell.world_size))
     if not fitting or here is None or not here.best:
         yield f"Recommendation: {_recommendation_by_memory(question, fitting, able)}"
@@ -462,8 +478,11 @@ def _recommendation_lines(question: Question, rows: Records, choices: Choices) -
             yield _trade_text(here.best, traded)
         return
     fastest = min(row["overlapped_s"] for row in rows if row["backend"] in here.rivals)
-    longer = f"{100 * (best['serial_s'] / fastest - 1):.2g} % longer than the overlapped step of any other"
-    yield f"Recommendation until measured: {takes}. It has the shortest serial step, which is at most {longer}."
+    longer = f"{100 * (best['serial_s'] / fastest - 1):.2g} % longer"
+    yield (
+        f"Recommendation until measured: {takes}. It has the shortest serial step, which is at "
+        f"most {longer} than the overlapped step of any other."
+    )
     if traded is not None:
         yield _trade_text(here.best, traded)
     yield (
@@ -512,7 +531,7 @@ def _least_text(question: Question, fitting: Records, rivals: Records, on_device
 
 
 def _measuring_command(cell: Cell, here: Choice) -> str:
-    """The command that measures the backends between which it is undecided; the model is that of the matrix."""
+    """The command that measures what is undecided; the model is that of the matrix."""
     command = (
         f"python -m bench run --matrix gpu --backend {','.join([here.best, *here.rivals])} --accumulate "
         f"{cell.accumulate} --micro-batch {cell.micro_batch_size} --precision {cell.precision}"
