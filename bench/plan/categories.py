@@ -1,4 +1,4 @@
-"""Categories of memory: every live storage belongs to exactly one, so the categories add up to the total.
+"""Categories of memory: every live storage belongs to one, so that they add up to the total.
 
 This module does not import torch, because tables and reports use it.
 """
@@ -60,4 +60,7 @@ def named(total: str, size: int, parts: Mapping[Category, int]) -> dict[str, int
         raise AssertionError(
             f"categories at the {total} add up to {sum(parts.values())} of {size} bytes"
         )
-    return {total: size, **{f"{total}_{category}": parts.get(category, 0) for category in Category}}
+    found = {total: size}
+    for category in Category:
+        found[f"{total}_{category}"] = parts.get(category, 0)
+    return found

@@ -1,4 +1,4 @@
-"""Model sizes, workload factories and corpus files that a matrix may name; none of it imports torch."""
+"""Model sizes, workload factories and corpus files that a matrix may name, without torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LlamaSize:
 
     @property
     def num_matrix_parameters(self) -> int:
-        """Parameters of the matrices of one decoder block: attention, gated MLP or all experts, and their router."""
+        """Parameters of a decoder block's matrices: attention, MLP or experts, and their router."""
         attention = self.hidden_size * self.head_size * (2 * self.num_heads + 2 * self.num_kv_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size
         if self.num_experts:
@@ -59,7 +59,7 @@ class LlamaSize:
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters of a block's matrices that each token is multiplied with: of experts, those that it is sent to."""
+        """Parameters of a block's matrices that multiply a token: of experts, those it is sent to."""
         unused = self.num_experts - self.experts_per_token
         if not self.num_experts:
             return self.num_matrix_parameters
@@ -96,7 +96,9 @@ class LlamaSize:
         return 6.0 * matrices + attention
 
     def recomputed_flops_per_token(self, sequence_length: int, *, selective: bool = False) -> float:
-        """FLOPs per token that activation checkpointing adds: the forward of all blocks, a third of their model FLOPs.
+        """FLOPs per token that activation checkpointing adds: the forward of all blocks.
+
+        That is a third of their model FLOPs.
 
         This is full recomputation (Korthikanti et al., arXiv:2205.05198, appendix A); the head is
         not recomputed. A selective one recomputes three of a block's seven products: keys, the
@@ -105,9 +107,8 @@ class LlamaSize:
         if selective:
             sizes = (self.num_heads + self.num_kv_heads) * self.head_size + self.intermediate_size
             return 2.0 * self.num_layers * self.hidden_size * sizes
-        return (
-            self.flops_per_token(sequence_length) - 6.0 * self.vocab_size * self.hidden_size
-        ) / 3
+        in_head = 6.0 * self.vocab_size * self.hidden_size
+        return (self.flops_per_token(sequence_length) - in_head) / 3
 
 
 SIZES = {
@@ -178,12 +179,15 @@ ENTRY_POINTS = "bench.workloads"
 
 
 def _place(name: str) -> str:
-    """The location of a factory that is not shipped, as module:function. Raises InputError if the name is unknown."""
+    """The location of a factory that is not shipped, as module:function.
+
+    Raises InputError if the name is unknown.
+    """
     if ":" in name:
         return name
-    installed = {
-        entry.name: entry.value for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)
-    }
+    installed = {}
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        installed[entry.name] = entry.value
     if name not in installed:
         known = suggest(name, [*installed, LLAMA, "'package.module:factory'"])
         raise InputError(f"workload '{name}': unknown; {known}")
@@ -227,9 +231,9 @@ def sources(name: str) -> list[Path]:
 
 
 def find_factory(name: str) -> Callable[..., Any]:
-    """The workload factory ``name`` that is not shipped: an entry point of ``bench.workloads``, or module:function.
+    """The workload factory ``name`` that is not shipped: an entry point, or module:function.
 
-    Raises InputError with the reason if it cannot be imported or called.
+    The group of entry points is ``bench.workloads``. Raises InputError with the reason if it cannot be imported or called.
     """
     module, _, attribute = _place(name).partition(":")
     try:
@@ -246,7 +250,10 @@ def find_factory(name: str) -> Callable[..., Any]:
 
 
 def display_name(workload: str) -> str:
-    """What a workload that is not shipped is called: its own name, or ``hf:NAME`` of the folder or file of a config."""
+    """What a workload that is not shipped is called: its own name, or ``hf:NAME``.
+
+    NAME is that of the folder or file of a config.
+    """
     if not workload.startswith(HUGGING_FACE):
         return workload
     path = config_file(workload).resolve()
@@ -274,7 +281,10 @@ def name_config(name: str) -> str:
 
 
 def config_file(name: str) -> Path:
-    """The file of the config that a workload ``hf:CONFIG`` names, a JSON file or a folder that has ``config.json``."""
+    """The file of the config that a workload ``hf:CONFIG`` names.
+
+    That is a JSON file, or a folder that has ``config.json``.
+    """
     if name in CONFIG_FILES:
         return CONFIG_FILES[name]
     path = Path(name.removeprefix(HUGGING_FACE)).expanduser()
@@ -284,7 +294,10 @@ def config_file(name: str) -> Path:
 
 
 def read_config(name: str) -> dict[str, Any]:
-    """The config of a workload ``hf:CONFIG``. Raises InputError if it is none of a model of transformers."""
+    """The config of a workload ``hf:CONFIG``.
+
+    Raises InputError if it is none of a model of transformers.
+    """
     path = config_file(name)
     place = f"workload '{name}': {path}"
     text = files.read(path, place, "name a config.json of transformers, or the folder that has it")
