@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import files
+from bench.commands.options import CommandParsers
 from bench.commands.options import named
 from bench.errors import GOOD, InputError, suggest
 from bench.formatting import plural
@@ -31,7 +32,7 @@ DESCRIPTION = (
 )
 
 
-def add(commands: Any) -> None:
+def add(commands: CommandParsers) -> None:
     parser = commands.add_parser(
         "export",
         help="describe a run's tables, or write them for other programs",

@@ -1,4 +1,4 @@
-"""``invariance``: whether a training computes the same at two splits of its batch, and what first differs."""
+"""``invariance``: whether a training computes the same at two splits of its batch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import sys
 from typing import Any
 
+from bench.commands.options import CommandParsers
 from bench.commands.options import LARGEST, integer_to, list_of
 from bench.errors import UNCHECKED
 
@@ -14,7 +15,7 @@ BY_SIGNAL = 128
 """Statuses above this are of commands that a signal has ended: nothing more is run then."""
 
 
-def add(commands: Any) -> None:
+def add(commands: CommandParsers) -> None:
     parser = commands.add_parser(
         "invariance",
         help="run any training command at several splits of its batch, and say what first differs",
@@ -92,5 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(document(verdict)))
     else:
         print("\n".join(screen(verdict)))
-    statuses = [found.status for found in runs if found.status]
-    return statuses[0] if statuses else verdict.status
+    for found in runs:
+        if found.status:
+            return found.status
+    return verdict.status

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from bench import files
+from bench.commands.options import CommandParsers
 from bench.commands.options import LARGEST, integer_to, named
 from bench.errors import BAD, GOOD, WRONG, InputError
 from bench.findings import Level
@@ -25,7 +26,7 @@ SHOWN = 5
 """Files of unknown kind that are named."""
 
 
-def add(commands: Any) -> None:
+def add(commands: CommandParsers) -> None:
     parser = commands.add_parser(
         "lint", help="find accumulation mistakes in training configs", epilog=EPILOG
     )
@@ -137,16 +138,14 @@ def _print_rest(options: LintOptions, findings: Sequence[LintFinding]) -> None:
         if version.is_assumed and any(package in finding.what for finding in findings):
             option = f"--{package.lower()}-version"
             _say(
-                f"note: {package} is not installed here, so {version} is assumed; {option} names another"
+                f"note: {package} is not installed here, so {version} is assumed; {option} names "
+                "another"
             )
     if any(finding.stops for finding in findings):
         _say("hint: training stops at once; fix that, and lint again to see what else it would do")
     if options.wanted:
-        missing = [
-            option
-            for option in ("--samples", "--micro-batch", "--world-size")
-            if option in options.wanted
-        ]
+        names = ("--samples", "--micro-batch", "--world-size")
+        missing = [name for name in names if name in options.wanted]
         _say(f"hint: {' and '.join(missing)} would enable the rules about windows, steps and logs")
 
 

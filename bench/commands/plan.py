@@ -9,6 +9,7 @@ from typing import Any
 
 from bench.backends import blocks
 from bench.commands.matrix_options import add_matrix_options, check_workloads, planned
+from bench.commands.options import CommandParsers
 from bench.errors import GOOD
 from bench.formatting import plural, size
 from bench.judge.columns import differing, phrases
@@ -24,7 +25,7 @@ GPUS = re.compile(
 UNITS = {"GiB": 2**30, "GB": 10**9}
 
 
-def add(commands: Any) -> None:
+def add(commands: CommandParsers) -> None:
     parser = commands.add_parser(
         "plan", help="show what run would do, without starting anything: cells, skips, time, memory"
     )

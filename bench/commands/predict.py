@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from bench.commands.options import CommandParsers
 from bench.commands.options import (
     add_backend,
     add_device,
@@ -73,7 +74,7 @@ DESCRIPTION = (
 )
 
 
-def add(commands: Any) -> None:
+def add(commands: CommandParsers) -> None:
     parser = commands.add_parser(
         "predict",
         help="predict memory, collectives and step times without running",
@@ -84,7 +85,7 @@ def add(commands: Any) -> None:
     _add_output(parser)
 
 
-def _add_training(parser: Any) -> None:
+def _add_training(parser: argparse.ArgumentParser) -> None:
     """What is trained."""
     option = parser.add_argument
     words = f"a shipped model ({', '.join(SIZES)}), another one ({', '.join(SHAPES)}), or hf:CONFIG, a config.json of "
@@ -113,7 +114,7 @@ def _add_training(parser: Any) -> None:
     option("--selective-checkpointing", action="store_true", help=words)
 
 
-def _add_machine(parser: Any) -> None:
+def _add_machine(parser: argparse.ArgumentParser) -> None:
     """On what: memory, links and compute."""
     option = parser.add_argument
     words = "memory of a device, such as 80GiB"
@@ -150,7 +151,7 @@ def _add_machine(parser: Any) -> None:
     option("--mfu", type=share, metavar="P", help=words)
 
 
-def _add_output(parser: Any) -> None:
+def _add_output(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     words = "with --batch: draw time against memory into this file, a PNG"
     option("--plot", type=named, metavar="FILE", help=words)
@@ -235,10 +236,12 @@ def _question(arguments: argparse.Namespace) -> Question:
     if shape_of(arguments.model) is None:
         known = suggest(arguments.model, [*SIZES, *SHAPES, f"{HUGGING_FACE}CONFIG"])
         raise InputError(f"--model: '{arguments.model}' is unknown; {known}")
-    memory, reserve = int(arguments.memory or 0), arguments.reserve
-    if reserve is not None and reserve >= memory:
-        left = f"leaves nothing of the {memory / 2**30:.4g} GiB of --memory; give less"
-        raise InputError(f"--reserve: {left}")
+    memory, reserve = int(arguments.memory or 0), None
+    if arguments.reserve is not None:
+        reserve = int(arguments.reserve)
+        if arguments.reserve >= memory:
+            left = f"leaves nothing of the {memory / 2**30:.4g} GiB of --memory; give less"
+            raise InputError(f"--reserve: {left}")
     link = _link(arguments)
     node_size = 1
     if link is not None:
@@ -252,7 +255,7 @@ def _question(arguments: argparse.Namespace) -> Question:
         compute_from=compute.source,
         peak_flops=compute.peak_flops,
         memory_bytes=memory or None,
-        reserve_bytes=None if reserve is None else int(reserve),
+        reserve_bytes=reserve,
         bf16_parameters=arguments.parameters == "bf16",
     )
 
@@ -393,6 +396,7 @@ def _cell_of_options(arguments: argparse.Namespace, node_size: int) -> Cell:
             )
             raise InputError(f"--batch: {wrong}")
         accumulate = batch // ranks
+    checkpoints = arguments.activation_checkpointing or arguments.selective_checkpointing
     return Cell(
         backend="",
         model=arguments.model,
@@ -403,15 +407,14 @@ def _cell_of_options(arguments: argparse.Namespace, node_size: int) -> Cell:
         precision=Precision(arguments.precision),
         optimizer=arguments.optimizer,
         device=Device(arguments.device),
-        activation_checkpointing=arguments.activation_checkpointing
-        or arguments.selective_checkpointing,
+        activation_checkpointing=checkpoints,
         selective_checkpointing=arguments.selective_checkpointing,
         replicate=_replicas(arguments, node_size),
     )
 
 
 def _replicas(arguments: argparse.Namespace, node_size: int) -> int:
-    """Replicas of HSDP backends: those of --replicate, or one per node; 0 where there are not several."""
+    """Replicas of HSDP backends: those of --replicate, or one per node; 0 if not several."""
     ranks, replicas = arguments.world_size, arguments.replicate
     if replicas is None:
         if 1 < node_size < ranks:

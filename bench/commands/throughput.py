@@ -1,4 +1,4 @@
-"""``throughput``: with which settings Lightning's ThroughputMonitor is right under gradient accumulation."""
+"""``throughput``: with which settings Lightning's ThroughputMonitor is right under accumulation."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from bench import files
 from bench.audit.monitor_grid import MICRO_BATCH_S, OPTIMIZER_S, Epoch, RateVerdict, Strategy
+from bench.commands.options import CommandParsers
 from bench.commands.options import LARGEST, integer_to, list_of, writable
 from bench.errors import BAD, GOOD, InputError
 
@@ -35,7 +36,7 @@ DESCRIPTION = (
 )
 
 
-def add(commands: Any) -> None:
+def add(commands: CommandParsers) -> None:
     parser = commands.add_parser(
         "throughput",
         help="audit Lightning's ThroughputMonitor under accumulation",
