@@ -214,7 +214,8 @@ def show(report: Report) -> None:
     lines = []
     for explained in reasons(report.rows):
         lines.append(explained.text)
-        lines += [f"  {detail}" for detail in explained.details]
+        for detail in explained.details:
+            lines.append(f"  {detail}")
     for line in (*lines, "", *report.remarks, *report.notes):
         console.print(Text(printable(line)), soft_wrap=True)
 
@@ -243,16 +244,20 @@ def _markdown(report: Report, pictures: Sequence[str]) -> str:
     if report.differences:
         first, *keys = alarm(report.differences)
         lines += [f"**{first}**", ""]
-        lines += [f"- {markdown(key)}" for key in keys]
+        for key in keys:
+            lines.append(f"- {markdown(key)}")
         lines.append("")
-    lines += [f"![Ratios of step times with intervals]({name})" for name in pictures]
+    for name in pictures:
+        lines.append(f"![Ratios of step times with intervals]({name})")
     lines += ["", *table(report.rows).markdown()]
     lines += ["## Reasons, and what to do next", ""]
     for explained in reasons(report.rows):
         lines.append(f"- {markdown(explained.text)}")
-        lines += [f"  - {markdown(detail)}" for detail in explained.details]
+        for detail in explained.details:
+            lines.append(f"  - {markdown(detail)}")
     lines += ["", "## Notes", ""]
-    lines += [f"- {markdown(note)}" for note in (*report.remarks, *report.notes)]
+    for note in (*report.remarks, *report.notes):
+        lines.append(f"- {markdown(note)}")
     return "\n".join([*lines, ""])
 
 

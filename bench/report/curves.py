@@ -30,7 +30,16 @@ from bench.report.canvas import (
     set_scale,
 )
 from bench.report.descriptions import one_or_many, without_sync
-from bench.report.figure_data import CONTEXT, FACTS, TIMES, FigureData, Panel, floats, sync_pairs
+from bench.report.figure_data import (
+    CONTEXT,
+    FACTS,
+    TIMES,
+    FigureData,
+    Panel,
+    floats,
+    rows_of_panels,
+    sync_pairs,
+)
 from bench.report.style import (
     DPI,
     GREY,
@@ -59,7 +68,7 @@ def draw_step_time(data: FigureData) -> list[Drawing]:
     if data.analysis.hides_times or known["accumulate"].nunique() < 2:
         return []
     panels, left_out = data.panels(known, CONTEXT, MOST_PANELS)
-    drawn = pd.concat([panel.rows for panel in panels])
+    drawn = rows_of_panels(panels)
     words = data.figure_words(_step_time_title(data, panels[-1]), timed=True)
     words.notes[:0] = [*left_out, _step_time_legend(drawn), *data.without_time()]
     ends_in_last = set(panels[-1].rows["backend"])
@@ -102,7 +111,7 @@ def _step_time_figure(
         ends = _draw_backend_lines(data, axes, panel)
     last = grid[-1]
     last.set_xlabel(f"N, micro-batches per optimizer step, {LOG}")
-    seconds = pd.concat([panel.rows["step_time_s"] for panel in panels])
+    seconds = rows_of_panels(panels)["step_time_s"]
     for axes in grid:
         set_scale(axes, "y", seconds, "step time (s)")
         axes.label_outer()
@@ -230,7 +239,7 @@ def draw_loss_curves(data: FigureData) -> list[Drawing]:
     if short:
         cells = plural(short, "cell")
         left_out.append(f"The curves of {cells} are left out: they are much shorter than others.")
-    drawn = pd.concat([panel.rows for panel in panels])
+    drawn = rows_of_panels(panels)
     invalid = drawn["status"] == Status.INVALID
     apart = drawn["deviation"].isna() | (drawn["deviation"] > VISIBLE) | invalid
     named = _named_curves(data, data.backends_in(drawn[apart]))

@@ -284,6 +284,11 @@ class FigureData:
         return [backend for backend in self.looks if backend in found]
 
 
+def rows_of_panels(panels: Sequence[Panel]) -> pd.DataFrame:
+    """The cells of all panels."""
+    return pd.concat([panel.rows for panel in panels])
+
+
 def _num_cells(panels: Sequence[Panel]) -> int:
     num_cells = 0
     for panel in panels:

@@ -102,11 +102,15 @@ def draw(
 
 
 def _fitting(every: Sequence[Row]) -> list[Row]:
-    """The rows for which there is room, with as many dots as there is room for."""
     room = int((PAGE / len(every) - ROW) / DOT)
+    most = min(_most_dots(every), max(1, room))
     most = min(max(len(row.pairs) for row in every), max(1, room))
     fitting = largest(every, int(PAGE / (ROW + DOT * most)), lambda row: row.extent)
     return [replace(row, pairs=row.pairs[-most:]) for row in fitting]
+
+
+def _most_dots(rows: Sequence[Row]) -> int:
+    return max(len(row.pairs) for row in rows)
 
 
 def _legend(report: Report, rows: Sequence[Row]) -> str:
@@ -135,9 +139,10 @@ def _named_rows(pairs: Sequence[ComparedPair]) -> list[Row]:
 
     Rows of one setting are together; its words stand behind the name if several are shown.
     """
-    every_way = differing([pair.b for pair in pairs], ("precision", *WAYS))
+    cells = [pair.b for pair in pairs]
+    every_way = differing(cells, ("precision", *WAYS))
     ways = [name for name in every_way if name not in ("accumulate", "global_batch_size")]
-    several_worlds = len({_world(pair.b) for pair in pairs}) > 1
+    several_worlds = len(set(map(_world, cells))) > 1
     alike: dict[tuple[str, str], list[ComparedPair]] = {}
     for pair in sorted(pairs, key=lambda pair: pair.b.accumulate):
         setting = phrases(pair.b, ways)
@@ -222,7 +227,7 @@ def _control_interval(report: Report) -> Interval | None:
 def _draw(report: Report, rows: Sequence[Row], words: FigureWords) -> Figure:
     control = _control_interval(report)
     colours = _shades(rows)
-    most = max(len(row.pairs) for row in rows)
+    most = _most_dots(rows)
     height = ROW + DOT * most
     figure = new_figure(words, _legend_keys(report, colours, control), height * len(rows) + HEADING)
     axes = figure.subplots()

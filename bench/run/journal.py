@@ -320,8 +320,10 @@ class Journal:
 
     def _keep(self, torn: bytes) -> Path:
         """Write a torn line to a new file, durably."""
-        paths = (self._folder / f"{TORN}{number}" for number in itertools.count(1))
-        path = next(path for path in paths if not os.path.lexists(path))
+        for number in itertools.count(1):
+            path = self._folder / f"{TORN}{number}"
+            if not os.path.lexists(path):
+                break
         with path.open("xb") as file:
             file.write(torn)
         sync(path)

@@ -100,7 +100,8 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> tuple[float, float]
 
     kind = device.type
     rows, clock = SIZE[kind], clock_for(device)
-    a, b = (torch.randn(rows, rows, device=device).to(dtype) for _ in range(2))
+    a = torch.randn(rows, rows, device=device).to(dtype)
+    b = torch.randn(rows, rows, device=device).to(dtype)
     product = torch.empty(rows, rows, device=device, dtype=dtype)
     until = time.perf_counter() + WARM_S[kind]
     while time.perf_counter() < until:
