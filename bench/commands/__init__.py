@@ -1,4 +1,4 @@
-"""Commands of the command line, one module each: ``add`` adds its parser, ``run`` returns the status.
+"""Commands of the command line, one module each: ``add`` adds its parser, ``run`` runs it.
 
 Such a module imports what it needs when its command runs: ``--help`` of any other must not wait for it.
 """

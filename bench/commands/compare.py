@@ -1,4 +1,4 @@
-"""``compare``: two runs, or two backends of one run, cell by cell: verdicts, and regressions for CI.
+"""``compare``: two runs, or two backends of one run, cell by cell, with a gate for CI.
 
 With ``--json`` one object:
 

@@ -216,7 +216,7 @@ def _package(
 
 
 def known_bad(matches: Sequence[KnownBad]) -> Iterator[Finding]:
-    """What installed versions are known to do under unknown settings, in a line for each package."""
+    """What installed versions do under settings that are unknown here, a line for each package."""
     ids = grouped(((found.advisory.package, found.version), found.advisory.id) for found in matches)
     for (name, version), found in ids.items():
         defects = plural(len(found), "known defect")

@@ -304,7 +304,7 @@ def _gpus(
 
 
 def _without_large_references(plan: Planned, num_nodes: int) -> Planned:
-    """The plan with what does not fit into the smallest GPU, of which it leaves the references out."""
+    """The plan with what is too large for the smallest GPU, without such references."""
     from bench.forecast import fit
 
     if not plan.gpus:

@@ -128,7 +128,7 @@ duration = quantity(SECONDS, "a time above 0 with its unit, such as 90s, 20m or 
 
 
 def backend_names(text: str) -> list[str]:
-    """The names in a comma-separated list; ``module:Class`` is loaded, and known by its own name."""
+    """The names in a comma-separated list; ``module:Class`` is loaded and has its own name."""
     found = []
     for name in split_names(text):
         known_as = name
@@ -226,7 +226,7 @@ def chosen_backends(given: Sequence[str] | None) -> dict[str, type[Backend]]:
 
 
 def writable(folder: Path) -> None:
-    """Create the folder of ``--out`` if it is missing. Raises InputError if it cannot be written."""
+    """Create the folder of ``--out`` if it is missing. InputError if it cannot be written."""
     with files.writing(f"--out {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

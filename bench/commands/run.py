@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _about(head: str) -> dict[str, Any]:
-    """What a node tells the controller: versions, which have to be equal, its GPUs, and why it cannot be used."""
+    """What a node tells the controller: versions, GPUs, and why it cannot be used."""
     gpus, error = launch_gpus.gpus(), ""
     try:
         job_nodes.check_interfaces()
@@ -190,7 +190,7 @@ def _with_other_commit(plan: Planned, name: str, others: Nodes | None) -> Planne
 
 
 def _require_usable(gpus: Sequence[Mapping[str, Any]]) -> None:
-    """Raise InputError if another bench has the GPUs, or torch cannot use them, as ``doctor`` says."""
+    """Raise InputError if another bench has the GPUs, or torch cannot use them."""
     with launch_gpus.hold_gpus([gpu["uuid"] for gpu in gpus]):
         facts = gpu_checks.gather(torch_facts.ask_torch()[0])
     for check in gpu_checks.USABLE:

@@ -1,4 +1,4 @@
-"""``steps``: how many optimizer steps a training takes, by the formula and by each backend's rule."""
+"""``steps``: how many optimizer steps a training takes, by formula and by each backend's rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rough estimates of the time of a run's trials: steps as ``predict`` has them, at assumed rates."""
+"""Rough estimates of the time of a run's trials: steps of ``predict``, at assumed rates."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def start_s(cells: Collection[Cell]) -> float:
 
 
 def renewals_s(cells: Collection[Cell], repeats: int, trials_s: float) -> float:
-    """Seconds in which fork servers are renewed, between pairs of repeats of ``trials_s`` in all."""
+    """Seconds in which fork servers are renewed, between pairs of repeats of ``trials_s``."""
     if not any(cell.device is Device.CUDA for cell in cells):
         return 0.0
     return RENEWAL_S * min((repeats - 1) // 2, int(trials_s / RENEWED_FOR_S))

@@ -63,7 +63,7 @@ def reserves(*, nccl: bool) -> tuple[Reserve, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ReservedBytes:
-    """What is kept free beside a peak, in bytes: by the least and by the most that was published."""
+    """What is kept free beside a peak, in bytes: by the least and the most that was published."""
 
     least: int
     most: int

@@ -220,7 +220,7 @@ class TensorSizes:
 
     @cached_property
     def mlp(self) -> int:
-        """Three gradients in the backward of an MLP, less the saved tensor that is freed by then."""
+        """Three gradients in the backward of an MLP, less the saved tensor that is freed then."""
         return self.model.experts_per_token * (self.stream + 2 * self.inner)
 
     @cached_property
@@ -270,7 +270,7 @@ class TensorSizes:
 
     @cached_property
     def outside(self) -> int:
-        """What is saved outside the blocks: the last norm and its result, targets, rotary angles."""
+        """What is saved outside blocks: the last norm and its result, targets, rotary angles."""
         last_norm = self.norm + self.tokens * self.element * self.model.hidden_size
         angles = 2 * self.cell.sequence_length * self.model.head_size * self.residual_element
         return last_norm + 8 * self.tokens + angles
@@ -460,7 +460,7 @@ class UnitSizes:
 def _fsdp2(
     sizes: TensorSizes, backend: type[FSDP2Backend], held: Mapping[str, int]
 ) -> Iterator[Moment]:
-    """Units are gathered, and their gradients reduced in fp32 (torch/distributed/fsdp/_fully_shard).
+    """Units are gathered, and gradients reduced in fp32 (torch/distributed/fsdp/_fully_shard).
 
     An all-gather and a reduce-scatter have buffers of their own. In the backward the next unit is
     gathered ahead, and the input of a reduction lives until the next one. The root is gathered from

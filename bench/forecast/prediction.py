@@ -103,7 +103,7 @@ class Traffic:
         return self.wire_bytes - inter, inter
 
     def seconds(self, link: Link) -> tuple[float, float]:
-        """Seconds on the link within a node, and on the one between nodes, each with its latency."""
+        """Seconds on the link within a node, and on the one between nodes, with its latency."""
         intra, inter = self.levels(link.node_size)
         within_node = self._on_level(intra, link.intra_bytes_per_s, link)
         between_nodes = self._on_level(inter, link.bytes_per_s, link)
@@ -178,7 +178,7 @@ class Prediction:
         return dataclasses.replace(self, cell=cell)
 
     def shards_fit(self, world_size: int) -> bool:
-        """Whether HSDP can have several replicas of its shards on so many ranks; True for others."""
+        """Whether HSDP can have several replicas of its shards on so many ranks, or need not."""
         if not self.cell.replicate:
             return True
         shards = self.cell.group_size(RankGroup.SHARD)
@@ -247,7 +247,7 @@ class Prediction:
         return tuple(found)
 
     def _with(self, traffic: Traffic | None, row: Collective) -> Traffic:
-        """The traffic of a kind of group so far, None if there is none, and that of a collective."""
+        """The traffic of a kind of group so far, None if there is none, and of a collective."""
         ranks, stride = self.cell.group_size(row.group), 1
         if row.group == RankGroup.REPLICATE:  # which has the ranks with the same shard
             stride = self.cell.group_size(RankGroup.SHARD)
@@ -282,7 +282,7 @@ class Prediction:
         return host_footprint(self.cell, self.layout, self.backend, self.expectation.beside)
 
     def equals(self, other: Prediction) -> bool:
-        """Whether both shard alike, reduce at the same times, and hold and send the same but for EQUAL."""
+        """Whether both shard and reduce alike, and hold and send the same but for EQUAL."""
         if self._kind != other._kind:
             return False
         if self.is_missing:

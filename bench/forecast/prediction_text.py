@@ -226,7 +226,7 @@ def _has_levels(question: Question) -> bool:
 
 
 def _backend_table(question: Question, records: Records) -> str:
-    """The table of backends; sizes in GiB. Wrappers are named beside the mechanism that they equal."""
+    """The table of backends; sizes in GiB. Wrappers are named beside what they equal."""
     wrappers = dict(_names_by_text((row["equals"], _name(row)) for row in records))
     columns = [*COLUMNS, "peak"]
     if question.memory_bytes is not None:

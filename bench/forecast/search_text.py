@@ -57,7 +57,7 @@ def search_lines(question: Question, found: Search) -> Iterator[str]:
 
 
 def _recommendation(found: Search) -> str:
-    """The fastest of the front by its serial step, and what needs less memory for hardly more time."""
+    """The fastest of the front by its serial step, and what needs less memory for as much time."""
     if not found.front:
         return "none; nothing fits. Try more ranks, a shorter sequence, or bf16 parameters (--parameters)."
     fastest = min(found.front, key=lambda each: (each.step.serial, each.peak))

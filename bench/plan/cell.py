@@ -405,7 +405,7 @@ class Cell:
 
 
 def summarize(cells: Iterable[Cell], baseline: str) -> str:
-    """A summary of the cells of a run: ``19 cells: 17 compared with X, 1 reference, 1 A/A twin``."""
+    """A summary of the cells of a run: ``19 cells: 17 compared with X, 2 references``."""
     num_cells = num_compared = num_baseline = num_references = num_twins = num_others = 0
     for cell in cells:
         num_cells += 1

@@ -414,7 +414,7 @@ def _world_sizes(matrix: Matrix, num_gpus: int) -> list[int]:
 
 
 def _check_sharing(matrix: Matrix, num_gpus: int) -> None:
-    """Raise InputError if ranks cannot share a GPU: none is present, or their number is not given."""
+    """Raise InputError if ranks cannot share a GPU: none is here, or their number is not given."""
     place = matrix.place("share_gpu")
     on_cuda = matrix["device"] == Device.CUDA
     if num_gpus == 0 or not on_cuda:
@@ -432,7 +432,7 @@ def _check_sharing(matrix: Matrix, num_gpus: int) -> None:
 
 
 def _ranks_per_node(matrix: Matrix, cell: Cell, num_gpus: int, num_nodes: int) -> int:
-    """Ranks on each node of a real cell; 0 if all are on one. Raises InputError if they do not fit."""
+    """Ranks on each node of a real cell; 0 if all are on one. InputError if they do not fit."""
     place, gpus = matrix.place("axes.ranks_per_node"), num_gpus // num_nodes
     fills = cell.device is Device.CUDA and not cell.shared_gpu
     found = cell.world_size

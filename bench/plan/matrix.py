@@ -335,7 +335,7 @@ def load(name: str) -> Matrix:
 
 
 def parse(document: Mapping[str, Any], *, name: str, source: str) -> Matrix:
-    """Parse a TOML document. Raises InputError naming the key that is unknown, missing or invalid."""
+    """Parse a TOML document. Raises InputError naming a key that is unknown, missing or invalid."""
     groups = document.get("groups")
     if isinstance(groups, list) and len(groups) > MOST_GROUPS:
         raise InputError(
@@ -386,7 +386,7 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 def _checked(
     values: Mapping[str, Any], place: str, name: Callable[[str], str] = str
 ) -> dict[str, Any]:
-    """The validated values with defaults, by table.key. Raises InputError as ``validation.read``."""
+    """The validated values with defaults, by table.key. Raises as ``validation.read``."""
     return _flat(_parsed(values, place, name).model_dump())
 
 

@@ -59,7 +59,7 @@ class LlamaSize:
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters of a block's matrices that multiply a token: of experts, those it is sent to."""
+        """Parameters of a block's matrices that multiply a token: of experts, its own."""
         unused = self.num_experts - self.experts_per_token
         if not self.num_experts:
             return self.num_matrix_parameters

@@ -114,7 +114,7 @@ def block(cells: Sequence[Cell], repeat: int, seed: int) -> list[Trial]:
 
 
 def next_look(repeats: int, wanted: int = 0) -> int:
-    """The number of blocks at the next look, at least ``wanted``; even, since blocks come in pairs."""
+    """The number of blocks at the next look, at least ``wanted``; even: blocks come in pairs."""
     while True:
         grown = max(repeats + 1, math.ceil(GROWTH * repeats - 1e-9))
         repeats = grown + grown % 2

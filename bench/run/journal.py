@@ -50,7 +50,7 @@ def write_document(folder: Path, document: Mapping[str, object]) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a run. Raises InputError if there is none, or one of another schema version."""
+    """The manifest of a run. Raises InputError if there is none, or one of another schema."""
     return parse_manifest(read_document(folder), str(folder / MANIFEST))
 
 
@@ -236,7 +236,7 @@ class Journal:
         return records
 
     def _lines(self) -> Iterator[bytes]:
-        """The lines of the file; the last may lack its newline. Raises InputError if one is long."""
+        """The lines of the file; the last may lack its newline. InputError if one is too long."""
         if not os.path.lexists(self.path):
             return
         with self._opened() as file:

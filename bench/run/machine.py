@@ -316,7 +316,7 @@ class Changed:
 def differences(
     a: Mapping[str, object], b: Mapping[str, object], parts: Sequence[str] = FINGERPRINT
 ) -> list[Changed]:
-    """The keys of the parts that differ between two fingerprints; a part one lacks counts as one."""
+    """The keys of the parts that differ; a part that one of both lacks counts as one key."""
     found = []
     for part in parts:
         if part not in a or part not in b:

@@ -438,7 +438,7 @@ def _most(ranks: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _spans(times: list[dict[str, Any]]) -> dict[str, float]:
-    """The spans of the rank whose clock is farthest from the kernel's; of rank 0 if none is known."""
+    """The spans of the rank whose clock is farthest from the kernel's; else of rank 0."""
     farthest, most = times[0], -math.inf
     for time in times:
         if time.get("observed_span_s") is None:
