@@ -317,7 +317,7 @@ def disk(num_bytes: int) -> Iterator[Finding]:
         yield good("disk", free)
 
 
-def idle(load: Mapping[str, Any] | None, num_cores: int) -> Iterator[Finding]:
+def idle(load: Mapping[str, float] | None, num_cores: int) -> Iterator[Finding]:
     """Whether times measured now would be comparable."""
     if load is None:
         yield warning("idle", "the load from other programs is unknown: /proc/stat does not say")

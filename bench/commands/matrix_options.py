@@ -362,7 +362,7 @@ def _refuse_contradictions(
         )
 
 
-def _repeats(arguments: argparse.Namespace, chosen: Matrix) -> dict[str, Any]:
+def _repeats(arguments: argparse.Namespace, chosen: Matrix) -> dict[str, int | None]:
     """``repeats`` and ``max_repeats``, of which either option may set both."""
     repeats, most = arguments.repeats, arguments.max_repeats
     if repeats is not None and most is not None and repeats > most:

@@ -44,7 +44,7 @@ def add(commands: CommandParsers) -> None:
     )
 
 
-def _gpus(text: str) -> list[dict[str, Any]]:
+def _gpus(text: str) -> list[dict[str, object]]:
     """The GPUs of ``8 x H200 141GB``, as ``bench.launch.gpus`` describes them."""
     wrong = f"'{text}' does not name GPUs, such as '1 x H100 80GiB' or 'A100 40GB'"
     match = GPUS.fullmatch(text.strip())

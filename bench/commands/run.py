@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _lead(arguments, others)
 
 
-def _about(head: str) -> dict[str, Any]:
+def _about(head: str) -> dict[str, object]:
     """What a node tells the controller: versions, GPUs, and why it cannot be used."""
     gpus, error = launch_gpus.gpus(), ""
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def add(commands: CommandParsers) -> None:
     )
 
     def option(
-        name: str, read: Callable[[str], Any], metavar: str, words: str, default: Any = None
+        name: str, read: Callable[[str], object], metavar: str, words: str, default: object = None
     ) -> None:
         parser.add_argument(name, type=read, metavar=metavar, help=words, default=default)
 
@@ -179,7 +179,7 @@ def _check_options(arguments: argparse.Namespace, *, given: bool) -> None:
             raise InputError(f"--micro-batches: does not go with --{name}, {why}")
 
 
-def _logs_text(row: dict[str, Any]) -> str:
+def _logs_text(row: Mapping[str, object]) -> str:
     return (
         f"N = {row['accumulate']}, {row['epoch']}, log_every_n_steps {row['log_every_n_steps']}, window_size "
         f"{row['window_size']}: {row['num_updates']} optimizer steps, {row['num_logs']} of them logged, "

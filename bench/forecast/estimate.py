@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bench.backends.base import Offloading
 from bench.backends.deepspeed import ZeroBackend
@@ -126,7 +126,7 @@ def earlier_walls(results: Path) -> dict[str, EarlierWalls]:
 
 
 def costs(
-    cells: Sequence[Cell], gpus: Sequence[Mapping[str, Any]], skipped: Collection[str]
+    cells: Sequence[Cell], gpus: Sequence[Mapping[str, object]], skipped: Collection[str]
 ) -> dict[str, Cost]:
     """The cost of each cell by id, on these GPUs, or on this CPU if there are none.
 
@@ -148,7 +148,7 @@ def costs(
 
 
 def _seconds(
-    cell: Cell, passes: Sequence[str], gpus: Sequence[Mapping[str, Any]]
+    cell: Cell, passes: Sequence[str], gpus: Sequence[Mapping[str, object]]
 ) -> TrialSeconds:
     """Estimated seconds of the trials with these extra passes.
 
@@ -260,7 +260,7 @@ def renewals_s(cells: Collection[Cell], repeats: int, trials_s: float) -> float:
     return RENEWAL_S * min((repeats - 1) // 2, int(trials_s / RENEWED_FOR_S))
 
 
-def _flops_per_s(cell: Cell, gpus: Sequence[Mapping[str, Any]]) -> float | None:
+def _flops_per_s(cell: Cell, gpus: Sequence[Mapping[str, object]]) -> float | None:
     """The rate of a GPU, or of all cores; None for an unknown GPU."""
     if cell.device is Device.CPU:
         return CPU_FLOPS_PER_CORE * machine.num_cores()

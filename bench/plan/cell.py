@@ -37,7 +37,7 @@ SGD = "sgd"
 the losses."""
 SMALLEST_SHARDS = 2
 """Fewest ranks over which a replica of HSDP is sharded; with one, nothing would be."""
-ADDED_FIELDS: dict[str, Any] = {
+ADDED_FIELDS: dict[str, str | float | bool] = {
     "clip_norm": 0.0,
     "twin": "",
     "virtual": False,

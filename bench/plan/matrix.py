@@ -186,7 +186,7 @@ TABLES: Mapping[str, type[MatrixTable]] = {
 }
 
 
-def _flat(document: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(document: Mapping[str, object]) -> dict[str, Any]:
     """The values of a document by table.key."""
     found: dict[str, Any] = {}
     for key, value in document.items():
@@ -251,7 +251,7 @@ class Matrix:
     def place(self, key: str) -> str:
         return self.places.get(key, f"{self.source}: {key}")
 
-    def override(self, key: str, value: Any, option: str) -> Matrix:
+    def override(self, key: str, value: object, option: str) -> Matrix:
         """The matrix with another value for a key, without the groups that set the same key.
 
         Raises InputError naming the option if the value is invalid.
@@ -334,7 +334,7 @@ def load(name: str) -> Matrix:
     return parse(document, name=path.stem, source=source)
 
 
-def parse(document: Mapping[str, Any], *, name: str, source: str) -> Matrix:
+def parse(document: Mapping[str, object], *, name: str, source: str) -> Matrix:
     """Parse a TOML document. Raises InputError naming a key that is unknown, missing or invalid."""
     groups = document.get("groups")
     if isinstance(groups, list) and len(groups) > MOST_GROUPS:
@@ -363,7 +363,7 @@ def parse(document: Mapping[str, Any], *, name: str, source: str) -> Matrix:
     return Matrix(name=name, source=source, values=values)
 
 
-def settings_of_stored(values: Mapping[str, Any], place: str) -> MatrixFile:
+def settings_of_stored(values: Mapping[str, object], place: str) -> MatrixFile:
     """The typed values of the matrix that a run has stored, by table.key.
 
     Keys of other versions are left out. Raises InputError starting with ``place`` if the others are
@@ -374,7 +374,7 @@ def settings_of_stored(values: Mapping[str, Any], place: str) -> MatrixFile:
     return _parsed(_given(known), f"{place}: matrix: ")
 
 
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+def _given(values: Mapping[str, object]) -> dict[str, object]:
     """The values that differ from their defaults, some of which users may not give."""
     found = dict(values)
     for key, default in DEFAULTS.items():
@@ -384,13 +384,15 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(
-    values: Mapping[str, Any], place: str, name: Callable[[str], str] = str
+    values: Mapping[str, object], place: str, name: Callable[[str], str] = str
 ) -> dict[str, Any]:
     """The validated values with defaults, by table.key. Raises as ``validation.read``."""
     return _flat(_parsed(values, place, name).model_dump())
 
 
-def _parsed(values: Mapping[str, Any], place: str, name: Callable[[str], str] = str) -> MatrixFile:
+def _parsed(
+    values: Mapping[str, object], place: str, name: Callable[[str], str] = str
+) -> MatrixFile:
     """The same as tables."""
     document: dict[str, Any] = {table: {} for table in TABLES}
     for key, value in values.items():
@@ -408,7 +410,7 @@ def _place(source: str, number: int, key: str) -> str:
 
 
 def _group(
-    group: Mapping[str, Any], number: int, given: Mapping[str, Any], source: str
+    group: Mapping[str, object], number: int, given: Mapping[str, object], source: str
 ) -> dict[str, Any]:
     """A group's validated values by table.key.
 

@@ -293,7 +293,7 @@ def config_file(name: str) -> Path:
     return path
 
 
-def read_config(name: str) -> dict[str, Any]:
+def read_config(name: str) -> dict[str, object]:
     """The config of a workload ``hf:CONFIG``.
 
     Raises InputError if it is none of a model of transformers.
@@ -323,9 +323,9 @@ def shape_of(model: str) -> LlamaSize | None:
     return (SIZES | SHAPES).get(model)
 
 
-def _shape_of_config(values: Mapping[str, Any], place: str) -> LlamaSize:
+def _shape_of_config(values: Mapping[str, object], place: str) -> LlamaSize:
     """The shape that a ``config.json`` describes; ``place``: its path."""
-    kind = values["model_type"]
+    kind = str(values["model_type"])
     if kind not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise InputError(

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from bench.backends.base import built_in
+from bench.backends.base import Backend, built_in
 from bench.errors import InputError
 from bench.launch import gpus, job_nodes
 from bench.launch.nvml import Nvml, NvmlUnavailableError
@@ -97,7 +97,7 @@ def peak_memory_bytes() -> int | None:
     return None
 
 
-def gpu_settings() -> list[dict[str, Any]]:
+def gpu_settings() -> list[dict[str, object]]:
     """Static settings of each visible GPU that affect its speed; none without NVML.
 
     As from ``NvmlGpu.settings``.
@@ -137,7 +137,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     return None
 
 
-def machine() -> dict[str, Any]:
+def machine() -> dict[str, object]:
     """The hardware and the operating system: static facts, without host name or paths."""
     return {
         "cpu": _cpu_model(),
@@ -212,7 +212,7 @@ def environment() -> dict[str, str]:
 
 
 def code(
-    backends: Mapping[str, type[Any]], workloads: Mapping[str, Sequence[Path]]
+    backends: Mapping[str, type[Backend]], workloads: Mapping[str, Sequence[Path]]
 ) -> dict[str, str]:
     """SHA-256 of the code that is run, by name: the bench's ``trial_code``, and external code.
 
