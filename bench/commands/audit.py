@@ -7,10 +7,8 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from bench.commands.options import CommandParsers
-from bench.commands.options import LARGEST, integer_to
+from bench.commands.options import LARGEST, CommandParsers, integer_to
 from bench.errors import BAD, GOOD, UNCHECKED, InputError
 from bench.findings import Level
 

@@ -7,7 +7,6 @@ package's code.
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from bench.backends.base import built_in, installed_backends, registry
 from bench.commands.options import CommandParsers

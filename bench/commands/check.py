@@ -11,19 +11,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from bench import files
-from bench.commands.options import CommandParsers
-from bench.commands.options import add_runs, all_folders
+from bench.commands.options import CommandParsers, add_runs, all_folders
 from bench.errors import InputError
 from bench.findings import Finding
 
 DESCRIPTION = (
-    "Recomputes everything from a run's journal, and says what to know before citing it: schema and hashes, medians, "
-    "order, drift, outliers, two modes, ranks out of balance, A/A pair, gates. Exit status 1 if the data is not "
-    "what it claims to be, 0 with warnings alone. With --citation: checks the ids, values, intervals, n and hashes in "
-    "a text; exit status 1 if one is wrong."
+    "Recomputes everything from a run's journal, and says what to know before citing it: schema "
+    "and hashes, medians, order, drift, outliers, two modes, ranks out of balance, A/A pair, "
+    "gates. Exit status 1 if the data is not what it claims to be, 0 with warnings alone. With "
+    "--citation: checks the ids, values, intervals, n and hashes in a text; exit status 1 if one "
+    "is wrong."
 )
 
 

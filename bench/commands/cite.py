@@ -6,10 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from bench.commands.options import all_folders
-from bench.commands.options import CommandParsers
+from bench.commands.options import CommandParsers, all_folders
 from bench.errors import BAD, GOOD, InputError
 from bench.files import plots_folder
 from bench.findings import Level
@@ -21,10 +20,11 @@ if TYPE_CHECKING:
 FORMATS = ("markdown", "bibtex", "text")
 TITLES = {"markdown": "Markdown", "bibtex": "BibTeX", "text": "Plain text"}
 DESCRIPTION = (
-    "Prints the step time of a cell, or its ratio to that of a second one, with interval, n, machine, versions, commit "
-    "and the hash of the journal, as Markdown, BibTeX and plain text. A cell that is not comparable is cited as such, "
-    "without a number. Of several runs of one matrix, each counts once. Exit status 1, and nothing cited, if check "
-    "finds an error; with --force it is cited, and the text says so. check --citation checks the text."
+    "Prints the step time of a cell, or its ratio to that of a second one, with interval, n, "
+    "machine, versions, commit and the hash of the journal, as Markdown, BibTeX and plain text. A "
+    "cell that is not comparable is cited as such, without a number. Of several runs of one "
+    "matrix, each counts once. Exit status 1, and nothing cited, if check finds an error; with "
+    "--force it is cited, and the text says so. check --citation checks the text."
 )
 
 
@@ -37,8 +37,10 @@ def add(commands: CommandParsers) -> None:
         "words",
         nargs="+",
         metavar="RUN [RUN ...] [CELL [CELL]]",
-        help="folders of runs, or folders that hold runs; then a cell's id or its beginning, or its label in quotes; "
-        "with a second cell, the ratio to it",
+        help=(
+            "folders of runs, or folders that hold runs; then a cell's id or its beginning, or "
+            "its label in quotes; with a second cell, the ratio to it"
+        ),
     )
     option("--plot", metavar="NAME", help="cite a figure instead, such as memory_vs_time")
     option(

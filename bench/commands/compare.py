@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bench import files
-from bench.commands.options import CommandParsers
-from bench.commands.options import named, share
+from bench.commands.options import CommandParsers, named, share
 from bench.errors import BAD, GOOD, UNCHECKED, InputError, suggest
 from bench.run.machine import Changed, differences
 
@@ -39,20 +38,24 @@ if TYPE_CHECKING:
 
 METRICS = ("slower", "memory")
 DESCRIPTION = (
-    "Compares run B with run A, the baseline: the cells that both have; or, of one run or several of one matrix, "
-    "--backend with --against: the cells that are equal but for the backend. A folder of runs may stand for a run. Of "
-    "a single run of 'run --against COMMIT', the two commits are compared. Of different days, a time is called slower "
-    "only beyond what runs of this class of machines differ by."
+    "Compares run B with run A, the baseline: the cells that both have; or, of one run or several "
+    "of one matrix, --backend with --against: the cells that are equal but for the backend. A "
+    "folder of runs may stand for a run. Of a single run of 'run --against COMMIT', the two "
+    "commits are compared. Of different days, a time is called slower only beyond what runs of "
+    "this class of machines differ by."
 )
 GATE = (
-    "Exit status with --fail-on: 0 everything was checked and nothing regressed; 1 something is certainly worse by "
-    "more than is allowed; 3 nothing is, but a cell could not be checked, is missing in B, or failed in B alone. With "
-    "--allow-unchecked only the last gives 3."
+    "Exit status with --fail-on: 0 everything was checked and nothing regressed; 1 something is "
+    "certainly worse by more than is allowed; 3 nothing is, but a cell could not be checked, is "
+    "missing in B, or failed in B alone. With --allow-unchecked only the last gives 3."
 )
 WORDS = {
     "passed": "gate: passed",
     "regressed": f"gate: regressed (exit status {BAD})",
-    "unchecked": f"gate: not passed (exit status {UNCHECKED}): cells are unchecked, missing in B, or newly failed",
+    "unchecked": (
+        f"gate: not passed (exit status {UNCHECKED}): cells are unchecked, missing in B, or newly "
+        "failed"
+    ),
 }
 """Of each end of a gate."""
 STATUSES = {"passed": GOOD, "regressed": BAD, "unchecked": UNCHECKED}
@@ -78,7 +81,10 @@ def add(commands: CommandParsers) -> None:
         type=_thresholds,
         default={},
         metavar="METRIC=P[,METRIC=P]",
-        help="a gate for CI: no step time and no peak memory may be worse by more, such as slower=5%%,memory=2%%",
+        help=(
+            "a gate for CI: no step time and no peak memory may be worse by more, such as "
+            "slower=5%%,memory=2%%"
+        ),
     )
     option(
         "--allow-unchecked",

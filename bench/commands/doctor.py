@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 from packaging.requirements import Requirement
@@ -24,8 +24,7 @@ from packaging.version import InvalidVersion, Version
 
 from bench.audit.advisories import PAGE, KnownBad, facts_of, matching
 from bench.backends.base import registry
-from bench.commands.options import CommandParsers
-from bench.commands.options import named
+from bench.commands.options import CommandParsers, named
 from bench.files import RESULTS, existing
 from bench.findings import Finding, Level, error, good, note, warning
 from bench.formatting import plural
@@ -37,9 +36,10 @@ from bench.plan.cell import REFERENCES, Device
 from bench.run import machine
 
 DESCRIPTION = (
-    "Looks at Python, packages and their known defects, torch, the GPUs and their driver, NCCL, what is between the "
-    "GPUs, /dev/shm, the loopback device, cores, memory, disk, and other processes; takes some seconds. Exit status 1 "
-    "if something cannot run or would compute something else, 0 with warnings alone."
+    "Looks at Python, packages and their known defects, torch, the GPUs and their driver, NCCL, "
+    "what is between the GPUs, /dev/shm, the loopback device, cores, memory, disk, and other "
+    "processes; takes some seconds. Exit status 1 if something cannot run or would compute "
+    "something else, 0 with warnings alone."
 )
 
 
@@ -47,14 +47,15 @@ LOAD_S = 1.0
 """How long the load of the machine is observed."""
 GIB = 2**30
 DISK_BYTES, DISK_LEAST_BYTES = 10 * GIB, GIB // 4
-"""Free space recommended for models of 1e9 parameters (the reference's update is kept, in fp32), and
-the minimum."""
+"""Free space recommended for models of 1e9 parameters (the reference's update is kept, in fp32),
+and the minimum."""
 MEMORY_BYTES = 4 * GIB
 """Generous bound of the memory of two ranks of the tiny model with every framework imported."""
 PROJECT = "accumulation-bench"
 """The distribution whose metadata has the bounds."""
 FRAMEWORKS, TESTED = "frameworks", "tested"
-"""Its extra of what training needs, and the one that has the first versions that were not tested."""
+"""Its extra of what training needs, and the one that has the first versions that were not
+tested."""
 OWN_TRAININGS = (
     facts_of(
         {

@@ -7,11 +7,10 @@ import json
 import sys
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bench import files
-from bench.commands.options import CommandParsers
-from bench.commands.options import named
+from bench.commands.options import CommandParsers, named
 from bench.errors import GOOD, InputError, suggest
 from bench.formatting import plural
 from bench.judge.columns import COLUMNS, FRAMES

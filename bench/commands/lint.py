@@ -6,11 +6,10 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bench import files
-from bench.commands.options import CommandParsers
-from bench.commands.options import LARGEST, integer_to, named
+from bench.commands.options import LARGEST, CommandParsers, integer_to, named
 from bench.errors import BAD, GOOD, WRONG, InputError
 from bench.findings import Level
 
@@ -19,8 +18,9 @@ if TYPE_CHECKING:
     from bench.audit.lint.rules import LintFinding
 
 EPILOG = (
-    "Exit status: 0 nothing but notes found; 1 an error or a warning; 2 a config cannot be read or has a wrong value, "
-    "or the only file, or every file of a folder, is of no kind that lint knows."
+    "Exit status: 0 nothing but notes found; 1 an error or a warning; 2 a config cannot be read "
+    "or has a wrong value, or the only file, or every file of a folder, is of no kind that lint "
+    "knows."
 )
 SHOWN = 5
 """Files of unknown kind that are named."""
@@ -36,8 +36,11 @@ def add(commands: CommandParsers) -> None:
         nargs="*",
         type=named,
         metavar="CONFIG",
-        help="a YAML, JSON or TOML of Lightning, DeepSpeed, accelerate, TrainingArguments or a framework above them; a "
-        "shell script that launches a training; or a folder with such files",
+        help=(
+            "a YAML, JSON or TOML of Lightning, DeepSpeed, accelerate, TrainingArguments or a "
+            "framework above them; a shell script that launches a training; or a folder with "
+            "such files"
+        ),
     )
     integer, absent = integer_to(LARGEST), "if the config does not say"
     option(

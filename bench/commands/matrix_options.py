@@ -20,6 +20,7 @@ from bench.plan.matrix import Matrix
 from bench.run.start import Planned
 from bench.workload import preflight
 
+
 class MatrixOption(NamedTuple):
     """The option of a key."""
 
@@ -108,9 +109,7 @@ MATRIX_OPTIONS = (
         "R",
         "numbers of replicas of HSDP backends, each sharded over W / R ranks (default: 2)",
     ),
-    MatrixOption(
-        "repeats", "repeats", "R", "trials per cell; more only if --max-repeats allows"
-    ),
+    MatrixOption("repeats", "repeats", "R", "trials per cell; more only if --max-repeats allows"),
     MatrixOption(
         "max_repeats",
         "max_repeats",
@@ -151,9 +150,7 @@ MATRIX_OPTIONS = (
         "MODULE:FACTORY|hf:CONFIG",
         "a model of your own, or of a config.json of transformers, instead of llama",
     ),
-    MatrixOption(
-        "workload.corpus", "corpus", "FILE", "a text file whose bytes are the tokens"
-    ),
+    MatrixOption("workload.corpus", "corpus", "FILE", "a text file whose bytes are the tokens"),
     MatrixOption("device", "device", "|".join(Device), "what the ranks run on"),
     MatrixOption("timeout_s", "timeout", "SECONDS", "limit of a whole trial"),
     MatrixOption(

@@ -207,10 +207,7 @@ def chosen_backends(given: Sequence[str] | None) -> dict[str, type[Backend]]:
     asked = given
     if asked is None:
         asked = ["all"]
-    known = {}
-    for name, backend in registry(asked).items():
-        if name not in REFERENCES:
-            known[name] = backend
+    known = {name: backend for name, backend in registry(asked).items() if name not in REFERENCES}
     if asked == ["all"]:
         return known
     if not asked:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bench.commands.options import CommandParsers
 from bench.commands.options import (
+    CommandParsers,
     add_backend,
     add_device,
     chosen_backends,
@@ -65,12 +65,12 @@ SEARCHED = (
 """What --batch searches."""
 PICTURE = ".png"
 DESCRIPTION = (
-    "By arithmetic: a rank's memory at its peak by category, the collectives of an optimizer step, "
-    "and with --link and a time of compute two estimates of a step's time: with communication "
-    "hidden as far as it can be, and with none hidden. It begins with a recommendation: the "
-    "backend that is the best by both estimates, or what leads while that is undecided. With --batch "
-    "it searches micro-batch, N, backend and checkpointing for one global batch, and shows the front "
-    "of time against memory. Nothing is run, but for --exact."
+    "By arithmetic: a rank's memory at its peak by category, the collectives of an optimizer "
+    "step, and with --link and a time of compute two estimates of a step's time: with "
+    "communication hidden as far as it can be, and with none hidden. It begins with a "
+    "recommendation: the backend that is the best by both estimates, or what leads while that is "
+    "undecided. With --batch it searches micro-batch, N, backend and checkpointing for one global "
+    "batch, and shows the front of time against memory. Nothing is run, but for --exact."
 )
 
 
@@ -88,7 +88,10 @@ def add(commands: CommandParsers) -> None:
 def _add_training(parser: argparse.ArgumentParser) -> None:
     """What is trained."""
     option = parser.add_argument
-    words = f"a shipped model ({', '.join(SIZES)}), another one ({', '.join(SHAPES)}), or hf:CONFIG, a config.json of "
+    words = (
+        f"a shipped model ({', '.join(SIZES)}), another one ({', '.join(SHAPES)}), or hf:CONFIG, a "
+        "config.json of "
+    )
     words += "transformers or the folder that has it"
     option("--model", required=True, metavar="NAME", help=words)
     option("--world-size", type=INTEGER, required=True, metavar="W", help="ranks")
@@ -96,7 +99,10 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     option("--accumulate", type=INTEGER, metavar="N", help=words)
     words = "samples per micro-batch on a rank (default: 1)"
     option("--micro-batch", type=INTEGER, metavar="M", help=words)
-    words = "instead of both: samples per optimizer step over all ranks; micro-batch, N, backend and checkpointing are "
+    words = (
+        "instead of both: samples per optimizer step over all ranks; micro-batch, N, backend and "
+        "checkpointing are "
+    )
     words += "searched (needs a link and a time of compute)"
     option("--batch", type=INTEGER, metavar="B", help=words)
     option("--sequence", type=INTEGER, required=True, metavar="S", help="tokens per sample")
@@ -110,7 +116,10 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add_backend(parser)
     words = "blocks keep their input alone, and are recomputed"
     option("--activation-checkpointing", action="store_true", help=words)
-    words = "the same, but blocks also keep the results of attention and of every second product, as in torchtitan"
+    words = (
+        "the same, but blocks also keep the results of attention and of every second product, as "
+        "in torchtitan"
+    )
     option("--selective-checkpointing", action="store_true", help=words)
 
 
@@ -119,7 +128,10 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     words = "memory of a device, such as 80GiB"
     option("--memory", type=_amount(BYTES, "80GiB"), metavar="SIZE", help=words)
-    words = "of that, kept free for what is not predicted (default on a GPU: CUDA context, NCCL, and what is published "
+    words = (
+        "of that, kept free for what is not predicted (default on a GPU: CUDA context, NCCL, and "
+        "what is published "
+    )
     words += "of memory that the allocator reserves beyond the peak)"
     option("--reserve", type=_amount(BYTES, "4GiB", zero=True), metavar="SIZE", help=words)
     links = parser.add_mutually_exclusive_group()
@@ -137,9 +149,15 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     )
     links.add_argument("--from-run", type=named, metavar="RUN", help=words)
     option("--node-size", type=INTEGER, metavar="G", help="consecutive ranks that are a node")
-    words = "replicas of HSDP backends, each sharded over W / R consecutive ranks (default: as many as nodes)"
+    words = (
+        "replicas of HSDP backends, each sharded over W / R consecutive ranks (default: as many "
+        "as nodes)"
+    )
     option("--replicate", type=INTEGER, metavar="R", help=words)
-    words = "latency of a collective call, such as 20us (default: 32us on GPUs, a ring of 8 by NCCL's cost model; 0 on "
+    words = (
+        "latency of a collective call, such as 20us (default: 32us on GPUs, a ring of 8 by NCCL's "
+        "cost model; 0 on "
+    )
     words += "CPUs)"
     option("--latency", type=_amount(TIMES, "20us", zero=True), metavar="TIME", help=words)
     compute = parser.add_mutually_exclusive_group()
@@ -157,7 +175,10 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     option("--plot", type=named, metavar="FILE", help=words)
     words = "also show the rows of wrappers that equal another backend"
     option("--all", action="store_true", help=words)
-    words = "also measure the peak of the backend of --backend, by a trial on fake tensors (a minute for 8b)"
+    words = (
+        "also measure the peak of the backend of --backend, by a trial on fake tensors (a minute "
+        "for 8b)"
+    )
     option("--exact", action="store_true", help=words)
     words = "print a JSON list; its keys: see bench/forecast/choice.py"
     option("--json", action="store_true", help=words)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
 
 from bench import files
-from bench.commands.options import CommandParsers
-from bench.commands.options import add_runs, all_folders, named
+from bench.commands.options import CommandParsers, add_runs, all_folders, named
 from bench.errors import InputError
 from bench.files import plots_folder
 from bench.run.journal import read_manifest
@@ -42,7 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
         for name in ("plots", "open"):
             if getattr(arguments, name):
                 raise InputError(
-                    f"--{name}: cannot be combined with --rebuild, which draws nothing; leave one of them out"
+                    f"--{name}: cannot be combined with --rebuild, which draws nothing; leave one "
+                    "of them out"
                 )
         return rebuild(folder)
     plots = arguments.plots or plots_folder(folder)

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bench import __version__, files
 from bench.backends.base import Backend
 from bench.commands.matrix_options import OPTIONS, add_matrix_options, check_workloads, planned
-from bench.commands.options import CommandParsers
-from bench.commands.options import flag, named
+from bench.commands.options import CommandParsers, flag, named
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError, is_interrupt
 from bench.files import new_folder, plots_folder
 from bench.findings import Level
@@ -42,15 +41,16 @@ if TYPE_CHECKING:
     from bench.report.progress import Display
 
 DESCRIPTION = (
-    "Every trial trains one cell of the matrix. Trials run in blocks, each in seeded random order. After --repeats "
-    "blocks, a cell is repeated while the interval of its time ratio to the baseline is wider than --interval-width, "
-    "until --max-repeats or the --budget is reached."
+    "Every trial trains one cell of the matrix. Trials run in blocks, each in seeded random "
+    "order. After --repeats blocks, a cell is repeated while the interval of its time ratio to "
+    "the baseline is wider than --interval-width, until --max-repeats or the --budget is reached."
 )
 SIGNALS = (
-    "Ctrl-C, SIGTERM and SIGHUP end the run and keep every finished trial; a second signal ends the current trial at "
-    "once. A background shell ignores SIGINT, and nohup ignores SIGHUP: use SIGTERM there. --resume goes on after "
-    "these, and after a kill -9, a reboot or a full disk. On several hosts, start the same command once on each, with "
-    "srun, torchrun or another engine: docs/hosts.md."
+    "Ctrl-C, SIGTERM and SIGHUP end the run and keep every finished trial; a second signal ends "
+    "the current trial at once. A background shell ignores SIGINT, and nohup ignores SIGHUP: use "
+    "SIGTERM there. --resume goes on after these, and after a kill -9, a reboot or a full disk. "
+    "On several hosts, start the same command once on each, with srun, torchrun or another "
+    "engine: docs/hosts.md."
 )
 STOPPING = "stopping: the processes of this run are being ended; a second signal ends them at once"
 """The answer to an interrupt."""

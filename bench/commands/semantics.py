@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bench import validation
 from bench.audit.scenario import SUITE, Fault, Reduction, Scenario, Split
 from bench.audit.scenario import load as load_suite
-from bench.commands.options import CommandParsers
 from bench.commands.options import (
+    CommandParsers,
     add_backend,
     add_device,
     add_training,
@@ -116,9 +116,7 @@ OPTIONS = (
         "what happens in mid-window or at the end of an epoch",
     ),
     ScenarioOption("--at", int, "I", "the micro-batch, from 1, at which it happens"),
-    ScenarioOption(
-        "--split", str, "|".join(Split), "who splits the samples among the ranks"
-    ),
+    ScenarioOption("--split", str, "|".join(Split), "who splits the samples among the ranks"),
 )
 
 

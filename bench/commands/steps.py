@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 from bench import validation
 from bench.audit.training_plan import TrainingPlan
-from bench.commands.options import CommandParsers
-from bench.commands.options import add_backend, add_training, chosen_backends, flag
+from bench.commands.options import CommandParsers, add_backend, add_training, chosen_backends, flag
 from bench.errors import GOOD
 
 OPTIONS = {"batch_size": "micro_batch"}

@@ -7,12 +7,10 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from bench import files
 from bench.audit.monitor_grid import MICRO_BATCH_S, OPTIMIZER_S, Epoch, RateVerdict, Strategy
-from bench.commands.options import CommandParsers
-from bench.commands.options import LARGEST, integer_to, list_of, writable
+from bench.commands.options import LARGEST, CommandParsers, integer_to, list_of, writable
 from bench.errors import BAD, GOOD, InputError
 
 ACCUMULATE = [1, 2, 4, 8]
@@ -181,7 +179,7 @@ def _check_options(arguments: argparse.Namespace, *, given: bool) -> None:
 
 def _logs_text(row: Mapping[str, object]) -> str:
     return (
-        f"N = {row['accumulate']}, {row['epoch']}, log_every_n_steps {row['log_every_n_steps']}, window_size "
-        f"{row['window_size']}: {row['num_updates']} optimizer steps, {row['num_logs']} of them logged, "
-        f"{row['num_rates_logged']} with a rate"
+        f"N = {row['accumulate']}, {row['epoch']}, log_every_n_steps {row['log_every_n_steps']}, "
+        f"window_size {row['window_size']}: {row['num_updates']} optimizer steps, "
+        f"{row['num_logs']} of them logged, {row['num_rates_logged']} with a rate"
     )

@@ -6,10 +6,8 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from bench.commands.options import CommandParsers
-from bench.commands.options import named
+from bench.commands.options import CommandParsers, named
 from bench.errors import BAD, GOOD, InputError
 from bench.files import writing
 from bench.plan.cell import Cell, Status
@@ -17,10 +15,11 @@ from bench.plan.cell import Cell, Status
 TIMEOUT_S = 1800
 SUFFIXES = (".json.gz",)
 DESCRIPTION = (
-    "Trains one cell of a run again on this machine, and writes one optimizer step, the third, as a Chrome trace for "
-    "Perfetto (ui.perfetto.dev): what torch's profiler saw on every rank, with the window, its micro-batches, forwards "
-    "and optimizer steps as ranges, and collectives with operation, dtype and size. The profiler slows a step down, so "
-    "its times are not those of the run. Exit status 1 if the trial fails."
+    "Trains one cell of a run again on this machine, and writes one optimizer step, the third, as "
+    "a Chrome trace for Perfetto (ui.perfetto.dev): what torch's profiler saw on every rank, with "
+    "the window, its micro-batches, forwards and optimizer steps as ranges, and collectives with "
+    "operation, dtype and size. The profiler slows a step down, so its times are not those of the "
+    "run. Exit status 1 if the trial fails."
 )
 
 

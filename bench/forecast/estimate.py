@@ -36,8 +36,8 @@ CPU_FLOPS_PER_CORE = 2e10
 GPU_EFFICIENCY = 0.35
 """Share of the datasheet peak that a GPU is assumed to reach."""
 GPU_FP32_FLOPS = 4e13
-"""FLOP/s that a GPU is assumed to reach in fp32 without TF32: 80 % of what products of 8192 x 8192 reach on an H100,
-5.2e13 (``matmul`` in results/h100/run.json)."""
+"""FLOP/s that a GPU is assumed to reach in fp32 without TF32: 80 % of what products of 8192 x 8192
+reach on an H100, 5.2e13 (``matmul`` in results/h100/run.json)."""
 LINKS = {Device.CPU: Link(bytes_per_s=4e8), Device.CUDA: Link(bytes_per_s=3.6e11)}
 """Gloo over loopback; 80 % of the 450 GB/s that an H100's NVLinks have in each direction."""
 GPU_LAYER_S = {
@@ -46,34 +46,39 @@ GPU_LAYER_S = {
     Sharding.GRADS: 5.6e-3,
     Sharding.PARAMS: 6.7e-3,
 }
-"""Minimum time of a layer's forward and backward in one micro-batch: what the host takes to launch its kernels.
+"""Minimum time of a layer's forward and backward in one micro-batch: what the host takes to launch
+its kernels.
 
-In results/h100, where a window of N = 2 of two layers is bound by launching, a launch takes 22 us under DDP, 33 under
-ZeRO-2, 41 under FSDP2 and 56 under ZeRO-3 (``step_seconds`` / ``num_launches``). For each layer and micro-batch of 135m
-they launch 149, 168, 141 and 136 kernels, the update included (results/gpu-stub/waits.csv). FSDP2's and ZeRO-3's
-are averaged."""
+In results/h100, where a window of N = 2 of two layers is bound by launching, a launch takes 22 us
+under DDP, 33 under ZeRO-2, 41 under FSDP2 and 56 under ZeRO-3 (``step_seconds`` /
+``num_launches``). For each layer and micro-batch of 135m they launch 149, 168, 141 and 136 kernels,
+the update included (results/gpu-stub/waits.csv). FSDP2's and ZeRO-3's are averaged."""
 WATCHED_LAYER_S = {"memory": 10e-3, "dispatch": 6.7e-3, "exposure": 6.7e-3}
 """The same with a dispatch mode or the profiler, which handle every operator in Python."""
 PLAIN_LAYER_S = 0.1
-"""Time of a layer's forward and backward on fake tensors, about 670 operators, which the dispatch pass runs for
-comparison."""
+"""Time of a layer's forward and backward on fake tensors, about 670 operators, which the dispatch
+pass runs for comparison."""
 TRIAL_S = {Device.CPU: 1.5, Device.CUDA: 3.0}
-"""Fixed cost of a trial, and of the checks of its first one where the model is small. On a GPU: trials in results/h100
-took 2 to 5 s, nearly all of it to fork, for the CUDA context, to load kernels, and to exit."""
+"""Fixed cost of a trial, and of the checks of its first one where the model is small. On a GPU:
+trials in results/h100 took 2 to 5 s, nearly all of it to fork, for the CUDA context, to load
+kernels, and to exit."""
 NCCL_S = 4.0
 """Assumed addition where several ranks set up NCCL's communicators and take them down."""
 COMPILE_S = 7.0
 """Of a trial with compiled blocks, in results/h100-compiled."""
 START_S = {Device.CPU: 0.0, Device.CUDA: 45.0}
-"""Of a run, before its first trial. On an H100, 19 s from run.json to the end of the first trial, 18 s for the fork
-servers of DeepSpeed and Lightning beside each other (gaps in results/h100), and 8 s to ask torch for the GPUs."""
+"""Of a run, before its first trial. On an H100, 19 s from run.json to the end of the first trial,
+18 s for the fork servers of DeepSpeed and Lightning beside each other (gaps in results/h100), and 8
+s to ask torch for the GPUs."""
 RENEWAL_S = 20.0
 """Of one renewal of the fork servers (``bench.run.runner``) on an H100."""
 OFFLOADED_BYTES_PER_S = 2e10
-"""Assumed rate of copies between device and pinned memory of the host, as over PCIe 4.0 x16, and of the update on the
-host, which reads parameters, gradients and moments and writes all but the gradients (28 bytes per element in fp32)."""
+"""Assumed rate of copies between device and pinned memory of the host, as over PCIe 4.0 x16, and of
+the update on the host, which reads parameters, gradients and moments and writes all but the
+gradients (28 bytes per element in fp32)."""
 COPIED_BYTES_PER_S = 2e9
-"""Bytes per second that are copied between device and new memory of the host, or read from a file that is in memory."""
+"""Bytes per second that are copied between device and new memory of the host, or read from a file
+that is in memory."""
 
 
 class TrialSeconds(NamedTuple):
@@ -207,9 +212,10 @@ def _on_gpu(cell: Cell, passes: Sequence[str], step: TimeEstimate) -> TrialSecon
 def _around_s(cell: Cell) -> float:
     """What a framework copies between device and host before and after its training, on one rank.
 
-    In bf16 the bench keeps the weights for DeepSpeed's masters on the host, and Lightning's trainer ends by moving
-    weights, gradients and moments there (strategies/strategy.py: ``teardown``). In results/h100-1b that made a trial 4
-    s longer under ZeRO-2, 8 under ZeRO-3, and 15 under Lightning's DDP.
+    In bf16 the bench keeps the weights for DeepSpeed's masters on the host, and Lightning's trainer
+    ends by moving weights, gradients and moments there (strategies/strategy.py: ``teardown``). In
+    results/h100-1b that made a trial 4 s longer under ZeRO-2, 8 under ZeRO-3, and 15 under
+    Lightning's DDP.
     """
     backend, size = BUILT_IN.get(cell.backend), SIZES[cell.model]
     if backend is None:

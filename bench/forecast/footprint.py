@@ -689,10 +689,8 @@ def _zero3(
         yield Moment(
             "reduce", before, sizes.saved_after_block, sizes.stream + of_head + gathered + filled
         )
-    flat = partitions
-    if issubclass(backend, Offloading):
-        flat = 0  # the masters' gradient is permanent
-    yield sizes.step(partitions, held["optimizer_state"], flat=flat)
+    has_flat = not issubclass(backend, Offloading)  # else the masters' gradient is permanent
+    yield sizes.step(partitions, held["optimizer_state"], flat=partitions * has_flat)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -137,7 +137,9 @@ def _fit(
     rows: Mapping[str | int, Sequence[TimedBytes]],
 ) -> tuple[float, dict[str | int, float]]:
     """Seconds per call of all links, and bytes per second of each; none is below 0."""
-    places, every, starts = [], [], []
+    places: list[int] = []
+    every: list[TimedBytes] = []
+    starts: list[float] = []
     for place, timed in enumerate(rows.values()):
         places += [place] * len(timed)
         every += timed
@@ -241,10 +243,13 @@ def section(data: Analysis) -> PageSection | None:
             rows.append(row)
     least, middle, most = 100 * min(off), 100 * median(off), 100 * max(off)
     sentences += [
-        "Compute is the step of the cell that communicates least, of those with equal work, less its communication.",
-        "Overlapped is max(compute, communication), serial is compute + communication. Both are estimates without what "
-        "the host does between collectives and without waiting for slower ranks.",
-        f"The other steps are off serial by {least:+z.0f} %, {middle:+z.0f} %, {most:+z.0f} % (least, median, most).",
+        "Compute is the step of the cell that communicates least, of those with equal work, less "
+        "its communication.",
+        "Overlapped is max(compute, communication), serial is compute + communication. Both are "
+        "estimates without what the host does between collectives and without waiting for slower "
+        "ranks.",
+        f"The other steps are off serial by {least:+z.0f} %, {middle:+z.0f} %, {most:+z.0f} % "
+        "(least, median, most).",
     ]
     return PageSection(
         key="prediction",

@@ -79,16 +79,20 @@ def _words(question: Question, found: Search, num_beyond: int) -> FigureWords:
         notes.append(f"{plural(num_beyond, 'combination')} with more memory are not drawn.")
     if question.memory_bytes is not None:
         notes.append(
-            "Dotted: the memory of a device, of which a part is kept free; only what fits is on the front."
+            "Dotted: the memory of a device, of which a part is kept free; only what fits is on "
+            "the front."
         )
     title = "Nothing fits"
     if found.front:
         title = f"{plural(len(found.front), 'combination')} on the front of time against memory"
     return FigureWords(
         title=title,
-        subtitle=f"By prediction: {cell.model}, B = {cell.global_batch_size} samples of {cell.sequence_length} tokens, "
-        f"W = {cell.world_size}, {cell.precision}. A line is from the overlapped to the serial step; lower left is "
-        "better. At the front: micro-batch x N, and what is checkpointed.",
+        subtitle=(
+            f"By prediction: {cell.model}, B = {cell.global_batch_size} samples of "
+            f"{cell.sequence_length} tokens, W = {cell.world_size}, {cell.precision}. A line is "
+            "from the overlapped to the serial step; lower left is better. At the front: "
+            "micro-batch x N, and what is checkpointed."
+        ),
         footer="",
         notes=notes,
     )

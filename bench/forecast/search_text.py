@@ -22,10 +22,11 @@ GIB = 2**30
 HEADER = ("micro-batch", "N", "backend", "checkpointing", "peak (GiB)", "fits")
 SECONDS = ("overlapped/s", "serial/s")
 NOTES = (
-    "On the front is what nothing else beats: by peak memory, by the overlapped step and by the serial one. Every "
-    "combination computes at the same rate, recomputation included: that a small micro-batch may leave a GPU partly "
-    "idle, and what the host does between kernels, is not predicted. Wrappers are left out unless --all or --backend "
-    "names them, and so is what is known to be wrong or not predicted."
+    "On the front is what nothing else beats: by peak memory, by the overlapped step and by the "
+    "serial one. Every combination computes at the same rate, recomputation included: that a "
+    "small micro-batch may leave a GPU partly idle, and what the host does between kernels, is "
+    "not predicted. Wrappers are left out unless --all or --backend names them, and so is what is "
+    "known to be wrong or not predicted."
 )
 
 
@@ -36,9 +37,9 @@ def search_lines(question: Question, found: Search) -> Iterator[str]:
     yield ""
     tokens = cell.global_batch_size * cell.sequence_length
     yield (
-        f"model {cell.model}, {cell.precision}, {cell.optimizer}, {cell.device}, W = {cell.world_size}: B = "
-        f"{cell.global_batch_size} samples of {cell.sequence_length} tokens, {tokens / 1e6:.3g} M tokens, per "
-        "optimizer step."
+        f"model {cell.model}, {cell.precision}, {cell.optimizer}, {cell.device}, W = "
+        f"{cell.world_size}: B = {cell.global_batch_size} samples of {cell.sequence_length} "
+        f"tokens, {tokens / 1e6:.3g} M tokens, per optimizer step."
     )
     yield "; ".join(limits(question)) + "."
     num_fitting = sum(combination.fits for combination in found.combinations)
@@ -59,7 +60,10 @@ def search_lines(question: Question, found: Search) -> Iterator[str]:
 def _recommendation(found: Search) -> str:
     """The fastest of the front by its serial step, and what needs less memory for as much time."""
     if not found.front:
-        return "none; nothing fits. Try more ranks, a shorter sequence, or bf16 parameters (--parameters)."
+        return (
+            "none; nothing fits. Try more ranks, a shorter sequence, or bf16 parameters "
+            "(--parameters)."
+        )
     fastest = min(found.front, key=lambda each: (each.step.serial, each.peak))
     text = f"{_named(fastest)}: {_needs(fastest)}. By serial steps it is the fastest that fits"
     if found.is_tight:
@@ -79,8 +83,8 @@ def _named(combination: Combination) -> str:
     if combination.checkpointing == "none":
         checkpointing = "no checkpointing"
     return (
-        f"{combination.prediction.name} with micro-batches of {cell.micro_batch_size}, N = {cell.accumulate} and "
-        f"{checkpointing}"
+        f"{combination.prediction.name} with micro-batches of {cell.micro_batch_size}, N = "
+        f"{cell.accumulate} and {checkpointing}"
     )
 
 

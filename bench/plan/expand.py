@@ -90,8 +90,8 @@ def expand(
     cells = _with_references(found)
     if not cells:
         raise InputError(
-            f"{matrix.place('axes.backend')}: nothing is left to run; {SHARDED_REFERENCE} needs 2 ranks or more, and "
-            "HSDP twice as many as replicas"
+            f"{matrix.place('axes.backend')}: nothing is left to run; {SHARDED_REFERENCE} needs 2 "
+            "ranks or more, and HSDP twice as many as replicas"
         )
     original = _original_of_twin(parts, baseline(matrix, backends))
     if original is not None:
@@ -112,8 +112,8 @@ def _require_few(matrix: Matrix, backends: Mapping[str, Candidate]) -> None:
         total += combinations
     if total > MOST_CELLS:
         raise InputError(
-            f"{matrix.source}: its axes have {total:,} combinations; it must have at most {MOST_CELLS:,}, so leave "
-            "out values"
+            f"{matrix.source}: its axes have {total:,} combinations; it must have at most "
+            f"{MOST_CELLS:,}, so leave out values"
         )
 
 
@@ -219,9 +219,7 @@ class Mesh(NamedTuple):
     replicas: int
 
 
-def _meshes(
-    matrix: Matrix, chosen: Sequence[str], backends: Mapping[str, Candidate]
-) -> list[Mesh]:
+def _meshes(matrix: Matrix, chosen: Sequence[str], backends: Mapping[str, Candidate]) -> list[Mesh]:
     """The chosen backends, each with its numbers of replicas."""
     given: list[int] = matrix["axes.replicate"]
     found = []
@@ -326,8 +324,9 @@ def _check_mesh(matrix: Matrix, cell: Cell) -> None:
     if is_beside_file or "all" in (matrix["axes.backend"], matrix[key]):
         return
     raise InputError(
-        f"{place} is {cell.world_size}: {cell.backend} needs a multiple of its {cell.replicate} replicas, at least "
-        f"{SMALLEST_SHARDS * cell.replicate} ranks; change it or {matrix.place('axes.replicate')}"
+        f"{place} is {cell.world_size}: {cell.backend} needs a multiple of its {cell.replicate} "
+        f"replicas, at least {SMALLEST_SHARDS * cell.replicate} ranks; change it or "
+        f"{matrix.place('axes.replicate')}"
     )
 
 
@@ -342,7 +341,8 @@ def baseline(matrix: Matrix, backends: Mapping[str, Candidate]) -> str:
     if named != "auto":
         if named not in chosen:
             raise InputError(
-                f"{matrix.place('baseline')}: '{named}' is not a backend of this matrix; {suggest(named, chosen)}"
+                f"{matrix.place('baseline')}: '{named}' is not a backend of this matrix; "
+                f"{suggest(named, chosen)}"
             )
         return str(named)
     device = Device(matrix["device"])
@@ -378,7 +378,8 @@ def _check_workload(matrix: Matrix) -> None:
         model = matrix["workload.model"]
         if model not in SIZES:
             raise InputError(
-                f"{matrix.place('workload.model')}: '{model}' is unknown; {suggest(model, list(SIZES))}"
+                f"{matrix.place('workload.model')}: '{model}' is unknown; "
+                f"{suggest(model, list(SIZES))}"
             )
         return
     try:
@@ -422,12 +423,13 @@ def _check_sharing(matrix: Matrix, num_gpus: int) -> None:
         if not on_cuda:
             here = f"{matrix.place('device')} is '{matrix['device']}'"
         raise InputError(
-            f"{place}: needs a GPU, and {here}; leave it out, or use --matrix gpu on a machine with one"
+            f"{place}: needs a GPU, and {here}; leave it out, or use --matrix gpu on a machine "
+            "with one"
         )
     if matrix["axes.world_size"] == "all":
         raise InputError(
-            f"{matrix.place('axes.world_size')} is 'all', one rank per GPU; with {place} it must be a list of "
-            "integers, such as --world-size 2,4"
+            f"{matrix.place('axes.world_size')} is 'all', one rank per GPU; with {place} it must "
+            "be a list of integers, such as --world-size 2,4"
         )
 
 
@@ -448,7 +450,8 @@ def _ranks_per_node(matrix: Matrix, cell: Cell, num_gpus: int, num_nodes: int) -
     if needed > num_nodes:
         here = f"this job has {num_nodes}"
         raise InputError(
-            f"{place}: {cell.world_size} ranks, {found} on each node, need {needed} nodes, and {here}"
+            f"{place}: {cell.world_size} ranks, {found} on each node, need {needed} nodes, and "
+            f"{here}"
         )
     if fills and found > gpus:
         raise InputError(f"{place}: {found} ranks on a node need as many GPUs; each has {gpus}")
@@ -476,7 +479,8 @@ def _batches(matrix: Matrix, world_size: int, *, virtual: bool) -> list[Batch]:
     if factors == "auto" and not micro_batches:
         place = matrix.place("axes.accumulate")
         raise InputError(
-            f"{place} is 'auto', which needs axes.micro_batch_size; give that, or a list of integers"
+            f"{place} is 'auto', which needs axes.micro_batch_size; give that, or a list of "
+            "integers"
         )
     if virtual and not micro_batches:
         micro_batches = [matrix["virtual.micro_batch_size"]]
@@ -525,8 +529,8 @@ def _check_batch(matrix: Matrix, world_size: int, what: str, factors: Sequence[i
         if of_rank:
             if batch % factor:
                 raise InputError(
-                    f"{place} is {batch} for each rank, which is not divisible by {what} = {factor}; use a multiple "
-                    "of it"
+                    f"{place} is {batch} for each rank, which is not divisible by {what} = "
+                    f"{factor}; use a multiple of it"
                 )
             continue
         product = factor * world_size
@@ -534,6 +538,6 @@ def _check_batch(matrix: Matrix, world_size: int, what: str, factors: Sequence[i
             whole = batch // product
             near = [str(product * n) for n in (whole, whole + 1) if n]
             raise InputError(
-                f"{place} is {batch}, which is not divisible by {what} x world size = {factor} x {world_size} = "
-                f"{product}; the nearest that are: {' and '.join(near)}"
+                f"{place} is {batch}, which is not divisible by {what} x world size = {factor} x "
+                f"{world_size} = {product}; the nearest that are: {' and '.join(near)}"
             )

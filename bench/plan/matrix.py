@@ -79,7 +79,8 @@ class AxesTable(MatrixTable):
     accumulate: Annotated[
         Literal["auto"] | Positives,
         Expect(
-            "a list of integers of at least 1, or 'auto': what axes.micro_batch_size leaves of the global batch"
+            "a list of integers of at least 1, or 'auto': what axes.micro_batch_size leaves of "
+            "the global batch"
         ),
     ]
     micro_batch_size: Positives = []
@@ -104,7 +105,8 @@ class AxesTable(MatrixTable):
         list[Natural],
         SOME,
         Expect(
-            "a list of integers: ranks on each of several nodes, or 0 to fill the GPUs of a node before the next"
+            "a list of integers: ranks on each of several nodes, or 0 to fill the GPUs of a node "
+            "before the next"
         ),
     ] = [0]
     replicate: Annotated[
@@ -368,7 +370,6 @@ def settings_of_stored(values: Mapping[str, object], place: str) -> MatrixFile:
 
     Keys of other versions are left out. Raises InputError starting with ``place`` if the others are
     not those of a valid matrix.
-    """
     """
     known = {key: value for key, value in values.items() if key in KEYS}
     return _parsed(_given(known), f"{place}: matrix: ")

@@ -144,7 +144,8 @@ SHAPES = {
         4096, 32, 32, 8, 14_336, 32_000, tied=False, num_experts=8, experts_per_token=2
     ),
 }  # fmt: skip
-"""Models that are predicted and not shipped, by the names of their checkpoints, from their ``config.json``."""
+"""Models that are predicted and not shipped, by the names of their checkpoints, from their
+``config.json``."""
 FAMILIES: dict[str, dict[str, int]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8},
@@ -153,8 +154,8 @@ FAMILIES: dict[str, dict[str, int]] = {
     "qwen3": {"head_dim": 128},
     "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8},
 }
-"""Kinds of models whose layout follows from their config, each with the values that a config may leave out
-(transformers 5: the defaults of their configuration classes)."""
+"""Kinds of models whose layout follows from their config, each with the values that a config may
+leave out (transformers 5: the defaults of their configuration classes)."""
 EXPERTS = {
     "mixtral": ("intermediate_size", "num_local_experts"),
     "qwen3_moe": ("moe_intermediate_size", "num_experts"),
@@ -217,7 +218,8 @@ def sources(name: str) -> list[Path]:
         ) from error
     if found is None:
         raise InputError(
-            f"workload '{name}': there is no module {module}; use 'llama' or 'package.module:factory'"
+            f"workload '{name}': there is no module {module}; use 'llama' or "
+            "'package.module:factory'"
         )
     folders = []
     if package is not None:
@@ -233,7 +235,8 @@ def sources(name: str) -> list[Path]:
 def find_factory(name: str) -> Callable[..., Any]:
     """The workload factory ``name`` that is not shipped: an entry point, or module:function.
 
-    The group of entry points is ``bench.workloads``. Raises InputError with the reason if it cannot be imported or called.
+    The group of entry points is ``bench.workloads``. Raises InputError with the reason if it cannot
+    be imported or called.
     """
     module, _, attribute = _place(name).partition(":")
     try:
@@ -244,7 +247,8 @@ def find_factory(name: str) -> Callable[..., Any]:
         ) from error
     if not callable(factory):
         raise InputError(
-            f"workload '{name}': {attribute} is not callable; name a factory that takes a WorkloadSpec"
+            f"workload '{name}': {attribute} is not callable; name a factory that takes a "
+            "WorkloadSpec"
         )
     return factory  # type: ignore[no-any-return]
 

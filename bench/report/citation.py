@@ -401,9 +401,7 @@ def _machine_sentence(manifest: Manifest) -> str:
 
 def _versions_sentence(manifest: Manifest) -> str:
     known = {SCHEME: manifest.distributions.get(SCHEME), "Python": manifest.machine.python}
-    for name, version in manifest.packages.items():
-        if name in VERSIONS:
-            known[name] = version
+    known |= {name: version for name, version in manifest.packages.items() if name in VERSIONS}
     found = [f"{name} {version}" for name, version in known.items() if version]
     return f"Versions: {', '.join(found) or 'not stored'}"
 
@@ -442,14 +440,16 @@ COPIED = 0.6
 """Share of the words of a statement from which on the words before an id are taken for a copy of
 it."""
 OWN_DIGITS = 3
-"""Digits from which on a number in a sentence of one's own is held against those of its citation."""
+"""Digits from which on a number in a sentence of one's own is held against those of its
+citation."""
 
 
 def check_citations(data: Analysis, text: str) -> Iterator[Finding]:
     """The findings on each citation in a text, in any of the formats.
 
     They say whether its fields follow from the journal, and so do the numbers in the words before
-    it: in a copy of what ``cite`` printed each, in a sentence of one's own those that look like one.
+    it: in a copy of what ``cite`` printed each, in a sentence of one's own those that look like
+    one.
     """
     text = _without_markup(text)
     ids = list(ID.finditer(text))

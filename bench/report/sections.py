@@ -89,11 +89,11 @@ def table(
     """The columns of a section of the page, and more ones; those without any value are left out."""
     every = COLUMNS["cells"]
     asked = {"label": every["label"]}
-    for name, column in every.items():
-        if column.section == key:
-            asked[name] = column
+    asked |= {name: column for name, column in every.items() if column.section == key}
     asked |= more or {}
-    known, titles, numbers = {}, [], []
+    known: dict[str, Column] = {}
+    titles: list[str] = []
+    numbers: list[int] = []
     for name, column in asked.items():
         if not cells[name].notna().any():
             continue

@@ -1,7 +1,8 @@
 """A run on disk: a folder with a manifest, ``run.json``, and a journal of trials, ``trials.jsonl``.
 
-A line of the journal is the JSON of a record with a last key ``sha256``: the first 16 hex digits of the SHA-256 of the
-line's JSON without that key, exactly as written. So an edited line is detected and reported by its number.
+A line of the journal is the JSON of a record with a last key ``sha256``: the first 16 hex digits of
+the SHA-256 of the line's JSON without that key, exactly as written. So an edited line is detected
+and reported by its number.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ DIGITS = 16
 MANIFEST_BYTES = 32 * 2**20
 """Largest run.json that is read: 50,000 cells have half of it."""
 JOURNAL_BYTES, LINE_BYTES = 512 * 2**20, 16 * 2**20
-"""The same of the journal, of which a trial of 64 ranks and 1,000 steps takes 1 MB, and of one line."""
+"""The same of the journal, of which a trial of 64 ranks and 1,000 steps takes 1 MB, and of one
+line."""
 _CHECKSUM = re.compile(rb'"sha256":"([0-9a-f]{%d})"}' % DIGITS)
 _CHECKSUM_BYTES = len('"sha256":""}') + DIGITS
 
@@ -162,8 +164,9 @@ class Journal:
     def held(self, place: str) -> Iterator[None]:
         """Hold the kernel's lock of the file, which is created if missing: one process appends.
 
-        Unlike the folder's lock, of which a name is all that others see, no one can remove it without the journal.
-        Raises BusyError that begins with ``place`` if another process holds it, and InputError if it cannot be locked.
+        Unlike the folder's lock, of which a name is all that others see, no one can remove it
+        without the journal. Raises BusyError that begins with ``place`` if another process holds
+        it, and InputError if it cannot be locked.
         """
         advice = "use a folder that can be written, on a file system that has locks"
         try:
@@ -183,8 +186,8 @@ class Journal:
     def append(self, record: dict[str, Any]) -> None:
         """Append one trial, after moving a torn last line aside.
 
-        Raises OSError if the write fails, and leaves the journal unchanged. Raises InputError if this process holds the
-        lock of another file, since someone has removed or replaced it.
+        Raises OSError if the write fails, and leaves the journal unchanged. Raises InputError if
+        this process holds the lock of another file, since someone has removed or replaced it.
         """
         line = encode(record)
         self._require_held()
@@ -320,10 +323,10 @@ class Journal:
 
     def _keep(self, torn: bytes) -> Path:
         """Write a torn line to a new file, durably."""
-        for number in itertools.count(1):
-            path = self._folder / f"{TORN}{number}"
-            if not os.path.lexists(path):
-                break
+        number = 1
+        while os.path.lexists(self._folder / f"{TORN}{number}"):
+            number += 1
+        path = self._folder / f"{TORN}{number}"
         with path.open("xb") as file:
             file.write(torn)
         sync(path)

@@ -1,8 +1,8 @@
 """The rate of collectives between the ranks of a run, measured with ``bench.run.matmul``.
 
-Bus bandwidth is defined as in nccl-tests (doc/PERFORMANCE.md): S / t times 2 (W - 1) / W for an all-reduce of S bytes,
-and times (W - 1) / W for an all-gather to S bytes or a reduce-scatter of S bytes. It is comparable with the rate of the
-link that all bytes have to pass, whatever W is.
+Bus bandwidth is defined as in nccl-tests (doc/PERFORMANCE.md): S / t times 2 (W - 1) / W for an
+all-reduce of S bytes, and times (W - 1) / W for an all-gather to S bytes or a reduce-scatter of S
+bytes. It is comparable with the rate of the link that all bytes have to pass, whatever W is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 SIZES = {"cuda": (2**20, 2**24, 2**28), "cpu": (2**16, 2**20, 2**22)}
 """Bytes of the collectives, by device type."""
 WARM, TIMED = 2, 5
-"""Collectives of each kind and size before those that are timed, and those; the rate is that of the median."""
+"""Collectives of each kind and size before those that are timed, and those; the rate is that of the
+median."""
 
 
 def _known(op: str) -> str:

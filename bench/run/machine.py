@@ -60,7 +60,8 @@ SECRET_NAMES = re.compile(
 """Names of variables that are not stored, whatever their prefix."""
 SECRET_VALUES = re.compile(
     r"://[^/\s@]*@"  # a user, and perhaps a password, in an address
-    r"|\b(gh[opsur]_|github_pat_|glpat-|hf_|sk-|xox[abps]-|AKIA|eyJ)[\w-]{12}"  # prefixes of well-known tokens
+    # Prefixes of well-known tokens.
+    r"|\b(gh[opsur]_|github_pat_|glpat-|hf_|sk-|xox[abps]-|AKIA|eyJ)[\w-]{12}"
     r"|-----BEGIN |\b(bearer|basic) \S{8}",
     re.IGNORECASE,
 )
@@ -127,7 +128,6 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     """Peak FLOP/s of one device; None if unknown, or for a MIG instance, which has only part of it.
 
     No fp32 peak is known, because the TF32 switch decides which one applies.
-    """
     """
     if precision != "bf16" or "MIG" in device_name:
         return None
@@ -336,7 +336,7 @@ def differences(
 def unlike_nodes(manifest: Manifest) -> Iterator[str]:
     """Each node whose fingerprint differs from that of node 0, and how they differ."""
     for number, node in enumerate(manifest.nodes, start=1):
-        words = []
+        words: list[str] = []
         num_others = 0
         fingerprints = (manifest.node.fingerprint, node.fingerprint)
         for change in differences(*fingerprints, (*FINGERPRINT, CONNECTION)):

@@ -64,7 +64,8 @@ class NodeFacts:
     environment: Mapping[str, str] = field(default_factory=dict)
     connection: Mapping[str, object] = field(default_factory=dict)
     fingerprint: Mapping[str, object] = field(default_factory=dict)
-    """The parts in FINGERPRINT, and CONNECTION, as they were stored: two runs are compared in all of their keys."""
+    """The parts in FINGERPRINT, and CONNECTION, as they were stored: two runs are compared in all
+    of their keys."""
 
     @classmethod
     def of(cls, fingerprint: Mapping[str, object]) -> NodeFacts:
@@ -170,8 +171,8 @@ class Manifest:
     def begun_sha256(self) -> str:
         """SHA-256 of all that run.json says from the beginning, in hex.
 
-        Each record of the journal repeats it. It is of the JSON with sorted keys and without spaces,
-        without the keys of ``LATER``.
+        Each record of the journal repeats it. It is of the JSON with sorted keys and without
+        spaces, without the keys of ``LATER``.
         """
         every = self.stored or self.to_dict()
         begun = {key: value for key, value in every.items() if key not in LATER}

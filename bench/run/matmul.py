@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 TIMEOUT_S = 120.0
 """Time limit of one process group, including start and warm-up."""
 SIZE = {"cuda": 8192, "cpu": 1024}
-"""Rows and columns of both matrices, by device type: large enough that a product keeps the whole device busy."""
+"""Rows and columns of both matrices, by device type: large enough that a product keeps the whole
+device busy."""
 WARM_S = {"cuda": 0.5, "cpu": 0.1}
 """Duration of the warm-up, in which clocks settle and libraries choose their kernels."""
 PRODUCTS = {"cuda": 25, "cpu": 5}

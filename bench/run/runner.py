@@ -94,8 +94,8 @@ class Runner:
         self._journal = journal or Journal(folder)
         self._scratch = folder / "scratch"
         self._life = uuid.uuid4().hex[:8]
-        """Makes names of trial folders unique: a rank that outlives a killed bench cannot write into
-        another trial."""
+        """Makes names of trial folders unique: a rank that outlives a killed bench cannot write
+        into another trial."""
         self._begun_sha256 = manifest.begun_sha256
         self._settings = settings = manifest.settings
         self._corpus = None
@@ -123,8 +123,8 @@ class Runner:
         journal then.
         """
         self._take_stock()
-        # A killed bench may have left folders of trials; the updates of references, which are files,
-        # are complete.
+        # A killed bench may have left folders of trials; the updates of references, which are
+        # files, are complete.
         subfolder(self._folder, self._scratch.name)
         for path in filter(Path.is_dir, self._scratch.glob("*")):
             shutil.rmtree(path, ignore_errors=True)

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-
 from typing_extensions import TypedDict
+
 from bench import validation
 from bench.errors import InputError
 from bench.files import INPUT_BYTES, read_regular

@@ -1,7 +1,8 @@
 """The modules that a trial depends on, found by their imports: a change of them ends a run.
 
-They are what the runner imports, and what it names for other processes (``"bench.measure.trial:work"``). What serves
-everybody (files, words of messages) is not among them: it reads, writes and words, but neither trains nor measures.
+They are what the runner imports, and what it names for other processes
+(``"bench.measure.trial:work"``). What serves everybody (files, words of messages) is not among
+them: it reads, writes and words, but neither trains nor measures.
 """
 
 from __future__ import annotations

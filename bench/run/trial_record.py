@@ -140,7 +140,8 @@ class MergedTimings(Timings):
 
     host: SharedCpus | None
     num_warmup: Natural
-    """Steps before the timed ones. In older journals also timed ones that were taken for warm-up; all count now."""
+    """Steps before the timed ones. In older journals also timed ones that were taken for warm-up;
+    all count now."""
     rank_step_seconds: list[list[Duration]] = field(default_factory=list)
     ranks_agree: Flag
     end: EndCheck | None = None
@@ -344,16 +345,11 @@ def merge(ranks: Sequence[Mapping[str, int]]) -> dict[str, int]:
     peak. The host's come from the same rank as the device's, and what is copied from the one that
     holds most.
     """
-    merged: dict[str, int] = {}
     fullest = max(ranks, key=lambda memory: memory.get(PEAK, 0))
     most_held = max(ranks, key=lambda memory: memory.get(HELD, 0))
-    for name, value in fullest.items():
-        if not _is_of_holding(name):
-            merged[name] = value
-    for name, value in most_held.items():
-        if _is_of_holding(name):
-            merged[name] = value
-    return merged
+    of_peak = {name: size for name, size in fullest.items() if not _is_of_holding(name)}
+    of_holding = {name: size for name, size in most_held.items() if _is_of_holding(name)}
+    return of_peak | of_holding
 
 
 def _is_of_holding(name: str) -> bool:
@@ -446,7 +442,7 @@ def _spans(times: list[dict[str, Any]]) -> dict[str, float]:
         apart = abs(time["span_s"] - time["observed_span_s"]) - time["marking_s"]
         if apart > most:
             farthest, most = time, apart
-    found = {}
+    found: dict[str, float] = {}
     for name in ("span_s", "marking_s", "observed_span_s"):
         if name in farthest:
             found[name] = farthest[name]
