@@ -36,11 +36,11 @@ def eager_and_deferred(
     return found
 
 
-def one_or_many(count: int, one: str, many: str) -> str:
+def one_or_many(count: int, singular: str, plural_form: str) -> str:
     """The form of a verb that goes with so many: ``need``, or ``needs`` with one."""
     if count == 1:
-        return one
-    return many
+        return singular
+    return plural_form
 
 
 def without_sync(eager: str) -> str:
