@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
     from torch import Tensor, nn
     from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+    from torch.optim.lr_scheduler import LRScheduler
 
 
 class HuggingFaceTrainer(Backend):
@@ -92,11 +92,11 @@ class HuggingFaceTrainer(Backend):
         """The labels of a micro-batch; the Trainer counts those that are not -100."""
         return batch
 
-    def scheduler(self, optimizer: Optimizer, job: Job) -> LambdaLR:
+    def scheduler(self, optimizer: Optimizer, job: Job) -> LRScheduler:
         """The scheduler that the Trainer steps after every update."""
         from transformers import get_constant_schedule
 
-        made: LambdaLR = get_constant_schedule(optimizer)
+        made: LRScheduler = get_constant_schedule(optimizer)
         return made
 
     def begin(self, job: Job) -> None:
@@ -191,11 +191,13 @@ def _trainer(backend: HuggingFaceTrainer, job: Job) -> Any:
                 self.optimizer = job.optimizer(backend.module.parameters())
             return self.optimizer
 
-        def create_scheduler(self, *args: object, **kwargs: object) -> LRScheduler:
+        def create_scheduler(self, *args: object, **kwargs: object) -> Any:
             if self.lr_scheduler is None:
                 assert self.optimizer is not None, "it is made first"
-                self.lr_scheduler = backend.scheduler(self.optimizer, job)
-            return self.lr_scheduler
+                made: Any = backend.scheduler(self.optimizer, job)  # transformers asks for LambdaLR
+                self.lr_scheduler = made
+            scheduler: Any = self.lr_scheduler
+            return scheduler
 
     arguments = TrainingArguments(**known(TrainingArguments, backend.arguments(job)))
     backend.adjust(arguments, job)

@@ -1,6 +1,7 @@
-"""Commands of the command line, one module each: ``add`` adds its parser, and ``run`` returns the exit status.
+"""Commands of the command line, one module each: ``add`` adds its parser, ``run`` runs it.
 
-Such a module imports what it needs when its command runs: ``--help`` of any other must not wait for it.
+Such a module imports what it needs when its command runs: ``--help`` of any other must not wait for
+it.
 """
 
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -21,4 +22,5 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 """Modules of this package by what they are for, in the order in which ``--help`` lists them."""
 
 TRAINING = frozenset({"run", "semantics", "throughput", "accumulation", "trace"})
-"""Those that train: they need torch, which an installation without the extra ``frameworks`` does not bring."""
+"""Those that train: they need torch, which an installation without the extra ``frameworks`` does
+not bring."""

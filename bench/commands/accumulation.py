@@ -12,9 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from typing import Any
 
-from bench.commands.options import add_backend, add_device, chosen_backends, integer_to
+from bench.commands.options import (
+    CommandParsers,
+    add_backend,
+    add_device,
+    chosen_backends,
+    integer_to,
+)
 from bench.errors import BAD, GOOD
 from bench.plan.cell import Device, Precision, Status
 
@@ -24,7 +29,7 @@ DESCRIPTION = (
 )
 
 
-def add(commands: Any) -> None:
+def add(commands: CommandParsers) -> None:
     parser = commands.add_parser(
         "accumulation",
         help="measure in which dtype each backend sums gradients",

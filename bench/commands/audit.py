@@ -6,20 +6,20 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
-from bench.commands.options import LARGEST, integer_to
+from bench.commands.options import LARGEST, CommandParsers, integer_to
 from bench.errors import BAD, GOOD, UNCHECKED, InputError
 from bench.findings import Level
 
 
-def add(commands: Any) -> None:
+def add(commands: CommandParsers) -> None:
     parser = commands.add_parser(
         "audit",
         help="run any training command, and say what weight each of its micro-batches has",
         description="Run a training command unchanged, and say how it accumulates gradients.",
-        epilog="Exit status: the command's own if it failed; else 0 nothing wrong; 1 something is wrong; 2 the command "
-        "cannot be started; 3 no training was seen, or nothing of it could be judged.",
+        epilog="Exit status: the command's own if it failed; else 0 nothing wrong; 1 something is "
+        "wrong; 2 the command cannot be started; 3 no training was seen, or nothing of it could be "
+        "judged.",
     )
     option = parser.add_argument
     option(
@@ -82,4 +82,6 @@ def run(arguments: argparse.Namespace) -> int:
         return status
     if any(found.level is Level.ERROR for found in audit.findings):
         return BAD
-    return GOOD if audit.is_judged else UNCHECKED
+    if audit.is_judged:
+        return GOOD
+    return UNCHECKED

@@ -7,15 +7,15 @@ package's code.
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from bench.backends.base import built_in, installed_backends, registry
+from bench.commands.options import CommandParsers
 from bench.errors import GOOD, InputError, suggest
 from bench.plan.cell import Device
 from bench.tabular import Table
 
 
-def add(commands: Any) -> None:
+def add(commands: CommandParsers) -> None:
     parser = commands.add_parser(
         "backends", help="list the backends, and whether this machine can run them"
     )

@@ -1,7 +1,8 @@
 """``check``: audits a finished run from its raw samples, or checks a citation against them.
 
-With ``--json`` one object: ``run``, its folder, or several with commas; ``findings``, each with ``level`` (error,
-warning, note, good), ``topic`` and ``text``; ``errors`` and ``warnings``, their numbers.
+With ``--json`` one object: ``run``, its folder, or several with commas; ``findings``, each with
+``level`` (error, warning, note, good), ``topic`` and ``text``; ``errors`` and ``warnings``, their
+numbers.
 """
 
 from __future__ import annotations
@@ -10,22 +11,22 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from bench import files
-from bench.commands.options import add_runs, all_folders
+from bench.commands.options import CommandParsers, add_runs, all_folders
 from bench.errors import InputError
 from bench.findings import Finding
 
 DESCRIPTION = (
-    "Recomputes everything from a run's journal, and says what to know before citing it: schema and hashes, medians, "
-    "order, drift, outliers, two modes, ranks out of balance, A/A pair, gates. Exit status 1 if the data is not "
-    "what it claims to be, 0 with warnings alone. With --citation: checks the ids, values, intervals, n and hashes in "
-    "a text; exit status 1 if one is wrong."
+    "Recomputes everything from a run's journal, and says what to know before citing it: schema "
+    "and hashes, medians, order, drift, outliers, two modes, ranks out of balance, A/A pair, "
+    "gates. Exit status 1 if the data is not what it claims to be, 0 with warnings alone. With "
+    "--citation: checks the ids, values, intervals, n and hashes in a text; exit status 1 if one "
+    "is wrong."
 )
 
 
-def add(commands: Any) -> None:
+def add(commands: CommandParsers) -> None:
     parser = commands.add_parser(
         "check", help="audit a run, or check a text that cites it", description=DESCRIPTION
     )
@@ -50,9 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         found = _citation_findings(arguments.runs, arguments.citation)
         verdicts = ("it does not match the data", "it matches the data", "it matches the data")
-    return report_findings(
-        found, verdicts, as_json=arguments.json, run=", ".join(map(str, arguments.runs))
-    )
+    runs = ", ".join(map(str, arguments.runs))
+    return report_findings(found, verdicts, as_json=arguments.json, run=runs)
 
 
 def _citation_findings(places: Sequence[Path], name: str) -> list[Finding]:
@@ -63,9 +63,14 @@ def _citation_findings(places: Sequence[Path], name: str) -> list[Finding]:
 
     place, advice = f"--citation {name}", "name a file with what cite printed"
     try:
-        text = sys.stdin.read() if name == "-" else files.read(Path(name), place, advice).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        why = (error.strerror or error) if isinstance(error, OSError) else "it is not UTF-8"
+        if name == "-":
+            text = sys.stdin.read()
+        else:
+            text = files.read(Path(name), place, advice).decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{place}: cannot be read (it is not UTF-8); {advice}") from error
+    except OSError as error:
+        why = error.strerror or error
         raise InputError(f"{place}: cannot be read ({why}); {advice}") from error
     pool = load_pool(places)
     data = Analysis.of(pool, all_folders(places)[0])

@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from bench.commands.options import all_folders
+from bench.commands.options import CommandParsers, all_folders
 from bench.errors import BAD, GOOD, InputError
 from bench.files import plots_folder
 from bench.findings import Level
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 FORMATS = ("markdown", "bibtex", "text")
 TITLES = {"markdown": "Markdown", "bibtex": "BibTeX", "text": "Plain text"}
 DESCRIPTION = (
-    "Prints the step time of a cell, or its ratio to that of a second one, with interval, n, machine, versions, commit "
-    "and the hash of the journal, as Markdown, BibTeX and plain text. A cell that is not comparable is cited as such, "
-    "without a number. Of several runs of one matrix, each counts once. Exit status 1, and nothing cited, if check "
-    "finds an error; with --force it is cited, and the text says so. check --citation checks the text."
+    "Prints the step time of a cell, or its ratio to that of a second one, with interval, n, "
+    "machine, versions, commit and the hash of the journal, as Markdown, BibTeX and plain text. A "
+    "cell that is not comparable is cited as such, without a number. Of several runs of one "
+    "matrix, each counts once. Exit status 1, and nothing cited, if check finds an error; with "
+    "--force it is cited, and the text says so. check --citation checks the text."
 )
 
 
-def add(commands: Any) -> None:
+def add(commands: CommandParsers) -> None:
     parser = commands.add_parser(
         "cite", help="cite one number, one ratio or one plot", description=DESCRIPTION
     )
@@ -36,8 +37,10 @@ def add(commands: Any) -> None:
         "words",
         nargs="+",
         metavar="RUN [RUN ...] [CELL [CELL]]",
-        help="folders of runs, or folders that hold runs; then a cell's id or its beginning, or its label in quotes; "
-        "with a second cell, the ratio to it",
+        help=(
+            "folders of runs, or folders that hold runs; then a cell's id or its beginning, or "
+            "its label in quotes; with a second cell, the ratio to it"
+        ),
     )
     option("--plot", metavar="NAME", help="cite a figure instead, such as memory_vs_time")
     option(
@@ -57,17 +60,18 @@ def run(arguments: argparse.Namespace) -> int:
     pool, folders = load_pool(places), all_folders(places)
     data = Analysis.of(pool, folders[0])
     found = _citation(arguments.plot, cells, data)
-    errors = [finding for finding in examine(pool, folders) if finding.level is Level.ERROR]
+    errors = []
+    for finding in examine(pool, folders):
+        if finding.level is Level.ERROR:
+            errors.append(f"{finding.topic}: {finding.sentence}")
     if errors and not arguments.force:
-        first = errors[0]
         names = ", ".join(map(str, places))
         print(
-            f"bench: {names}: is not cited: {first.topic}: {first.sentence}; --force cites it anyway",
-            file=sys.stderr,
+            f"bench: {names}: is not cited: {errors[0]}; --force cites it anyway", file=sys.stderr
         )
         return BAD
     if errors:
-        found = found.in_spite_of([f"{finding.topic}: {finding.sentence}" for finding in errors])
+        found = found.in_spite_of(errors)
     if arguments.format == "all":
         parts = [f"{TITLES[name]}:\n\n{getattr(found, name)}\n" for name in FORMATS]
         print("\n".join(parts), end="")
@@ -81,7 +85,7 @@ def _places_and_cells(words: Sequence[str]) -> tuple[list[Path], list[str]]:
     count = 1
     while count < len(words) and Path(words[count]).is_dir():
         count += 1
-    return [Path(word) for word in words[:count]], list(words[count:])
+    return list(map(Path, words[:count])), list(words[count:])
 
 
 def _citation(plot: str | None, cells: Sequence[str], data: Analysis) -> Citation:

@@ -1,8 +1,8 @@
 """``doctor``: reports what this machine can run, what it cannot, why, and how to fix it.
 
-An error prevents a run or makes results wrong; a warning degrades measurements or excludes some of the backends. With
-``--json`` one object: ``findings``, each with ``level`` (error, warning, good), ``topic`` and ``text``; ``errors`` and
-``warnings``, their numbers.
+An error prevents a run or makes results wrong; a warning degrades measurements or excludes some of
+the backends. With ``--json`` one object: ``findings``, each with ``level`` (error, warning, good),
+``topic`` and ``text``; ``errors`` and ``warnings``, their numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import psutil
 from packaging.requirements import Requirement
@@ -24,7 +24,7 @@ from packaging.version import InvalidVersion, Version
 
 from bench.audit.advisories import PAGE, KnownBad, facts_of, matching
 from bench.backends.base import registry
-from bench.commands.options import named
+from bench.commands.options import CommandParsers, named
 from bench.files import RESULTS, existing
 from bench.findings import Finding, Level, error, good, note, warning
 from bench.formatting import plural
@@ -36,9 +36,10 @@ from bench.plan.cell import REFERENCES, Device
 from bench.run import machine
 
 DESCRIPTION = (
-    "Looks at Python, packages and their known defects, torch, the GPUs and their driver, NCCL, what is between the "
-    "GPUs, /dev/shm, the loopback device, cores, memory, disk, and other processes; takes some seconds. Exit status 1 "
-    "if something cannot run or would compute something else, 0 with warnings alone."
+    "Looks at Python, packages and their known defects, torch, the GPUs and their driver, NCCL, "
+    "what is between the GPUs, /dev/shm, the loopback device, cores, memory, disk, and other "
+    "processes; takes some seconds. Exit status 1 if something cannot run or would compute "
+    "something else, 0 with warnings alone."
 )
 
 
@@ -46,13 +47,15 @@ LOAD_S = 1.0
 """How long the load of the machine is observed."""
 GIB = 2**30
 DISK_BYTES, DISK_LEAST_BYTES = 10 * GIB, GIB // 4
-"""Free space recommended for models of 1e9 parameters (the reference's update is kept, in fp32), and the minimum."""
+"""Free space recommended for models of 1e9 parameters (the reference's update is kept, in fp32),
+and the minimum."""
 MEMORY_BYTES = 4 * GIB
 """Generous bound of the memory of two ranks of the tiny model with every framework imported."""
 PROJECT = "accumulation-bench"
 """The distribution whose metadata has the bounds."""
 FRAMEWORKS, TESTED = "frameworks", "tested"
-"""Its extra of what training needs, and the one that has the first versions that were not tested."""
+"""Its extra of what training needs, and the one that has the first versions that were not
+tested."""
 OWN_TRAININGS = (
     facts_of(
         {
@@ -68,10 +71,11 @@ OWN_TRAININGS = (
     ),
     facts_of(None, framework="lightning", accumulate=4, **{"loop.throughput_monitor": True}),
 )
-"""What backends of the bench set, and the ThroughputMonitor that it measures: a defect that meets these is an error."""
+"""What backends of the bench set, and the ThroughputMonitor that it measures: a defect that meets
+these is an error."""
 
 
-def add(commands: Any) -> None:
+def add(commands: CommandParsers) -> None:
     parser = commands.add_parser(
         "doctor",
         help="say what this machine can run, and how to fix what it cannot",
@@ -95,19 +99,21 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from bench.report.terminal import report_findings
 
-    backends = {name: backend for name, backend in registry().items() if name not in REFERENCES}
-    missing = {
-        str(device): {name: backend.missing(device) for name, backend in backends.items()}
-        for device in Device
-    }
+    missing: dict[str, dict[str, str]] = {}
+    for device in Device:
+        of_device = missing.setdefault(str(device), {})
+        for name, backend in registry().items():
+            if name not in REFERENCES:
+                of_device[name] = backend.missing(device)
     verdicts = ("fix the errors first", "runs are possible; mind the warnings", "all is well")
     return report_findings(examine(arguments.out, missing), verdicts, as_json=arguments.json)
 
 
 def examine(folder: Path, missing: Mapping[str, Mapping[str, str]]) -> list[Finding]:
-    """The findings of all checks, with runs under ``folder``. Takes some seconds, mostly to import torch.
+    """The findings of all checks, with runs under ``folder``.
 
-    ``missing``, by device and backend: why the backend cannot run on it; empty if it can.
+    It takes some seconds, mostly to import torch. ``missing``, by device and backend: why the
+    backend cannot run on it; empty if it can.
     """
     installed, metadata = machine.distributions(), _metadata()
     torch, torch_error = ask_torch(GLOO)
@@ -115,23 +121,26 @@ def examine(folder: Path, missing: Mapping[str, Mapping[str, str]]) -> list[Find
     with HostLoad() as load:
         time.sleep(LOAD_S)
     num_cores = machine.num_cores()
-    return [
-        *python(sys.version_info[:3], metadata),
-        *packages(installed, metadata),
-        *(gloo(torch, torch_error) if "torch" in installed else ()),
-        *(finding for check in gpu_checks.CHECKS for finding in check(facts)),
-        *loopback(surroundings.loopback_error()),
-        *(found for found in surroundings.broken() if found.topic != "loopback"),
-        *cores(num_cores, machine.governor()),
-        *memory(psutil.virtual_memory().available),
-        *disk(shutil.disk_usage(existing(folder)).free),
-        *idle(merge([load.result]), num_cores),
-        *backends(missing, has_gpu=bool(facts.gpus)),
-    ]
+    found = [*python(sys.version_info[:3], metadata), *packages(installed, metadata)]
+    if "torch" in installed:
+        found += gloo(torch, torch_error)
+    for check in gpu_checks.CHECKS:
+        found += check(facts)
+    found += loopback(surroundings.loopback_error())
+    for broken in surroundings.broken():
+        if broken.topic != "loopback":
+            found.append(broken)
+    found += cores(num_cores, machine.governor())
+    found += memory(psutil.virtual_memory().available)
+    found += disk(shutil.disk_usage(existing(folder)).free)
+    found += idle(merge([load.result]), num_cores)
+    found += backends(missing, has_gpu=bool(facts.gpus))
+    return found
 
 
 Metadata = Mapping[str, Sequence[str]]
-"""Requires-Dist, Requires-Python and Classifier of the installed project; empty if it is not installed."""
+"""Requires-Dist, Requires-Python and Classifier of the installed project; empty if it is not
+installed."""
 
 
 def _metadata() -> Metadata:
@@ -139,10 +148,8 @@ def _metadata() -> Metadata:
         found = importlib.metadata.metadata(PROJECT)
     except importlib.metadata.PackageNotFoundError:
         return {}
-    return {
-        name: found.get_all(name) or []
-        for name in ("Requires-Dist", "Requires-Python", "Classifier")
-    }
+    names = ("Requires-Dist", "Requires-Python", "Classifier")
+    return {name: found.get_all(name) or [] for name in names}
 
 
 def python(numbers: Sequence[int], metadata: Metadata) -> Iterator[Finding]:
@@ -157,59 +164,77 @@ def python(numbers: Sequence[int], metadata: Metadata) -> Iterator[Finding]:
 
 
 def packages(versions: Mapping[str, str], metadata: Metadata) -> Iterator[Finding]:
-    """Whether required packages are installed in tested versions, and what is known of these versions."""
+    """Whether required packages are installed in tested versions, and what is known of these."""
     installed = {str(canonicalize_name(name)): version for name, version in versions.items()}
     required, tested = _bounds(metadata)
-    met = [
-        found for facts in OWN_TRAININGS for found in matching(installed, facts) if found.is_certain
-    ]
+    met: list[KnownBad] = []
+    for facts in OWN_TRAININGS:
+        for found in matching(installed, facts):
+            if found.is_certain:
+                met.append(found)
     if not required:
         yield warning(
             "packages",
             f"{PROJECT} is not installed, so its requirements are unknown: pip install -e .",
         )
-    for name, (least, is_optional) in required.items():
-        text = installed.get(name)
-        if text is None:
-            if (
-                not is_optional
-            ):  # without those, some backends are left out, as ``backends`` reports
-                level = Level.ERROR if name == "torch" else Level.WARNING
-                yield Finding(level, name, f"is not installed: pip install '{name}{least}'")
-            continue
-        try:
-            version = Version(text)
-        except InvalidVersion:
-            yield warning(name, f"{text} is not a version that can be compared; needed is {least}")
-            continue
+    for name, bound in required.items():
         defects = [found for found in met if found.advisory.package == name]
-        for found in defects:
-            yield error(name, f"{found.sentence}: pip install '{name}{least}'")
-        if not _within(version, least):
-            yield error(name, f"{text} is too old: pip install '{name}{least}'")
-        elif not _within(version, tested.get(name, SpecifierSet())):
-            yield warning(name, f"{text} is newer than what was tested ({least},{tested[name]})")
-        elif not defects:
-            yield good(name, text)
+        yield from _package(name, installed.get(name), bound, tested.get(name), defects)
     named = {found.advisory.id for found in met}
     yield from known_bad([found for found in matching(installed) if found.advisory.id not in named])
 
 
+def _package(
+    name: str,
+    text: str | None,
+    bound: Bound,
+    tested: SpecifierSet | None,
+    defects: Sequence[KnownBad],
+) -> Iterator[Finding]:
+    """The findings on one package; ``text`` is its version, None if it is not installed."""
+    least = bound.versions
+    fix = f"pip install '{name}{least}'"
+    if text is None:
+        level = Level.WARNING
+        if name == "torch":
+            level = Level.ERROR
+        if not bound.is_optional:  # else some backends are left out, as ``backends`` reports
+            yield Finding(level, name, f"is not installed: {fix}")
+        return
+    try:
+        version = Version(text)
+    except InvalidVersion:
+        yield warning(name, f"{text} is not a version that can be compared; needed is {least}")
+        return
+    for found in defects:
+        yield error(name, f"{found.sentence}: {fix}")
+    if not _within(version, least):
+        yield error(name, f"{text} is too old: {fix}")
+    elif tested is not None and not _within(version, tested):
+        yield warning(name, f"{text} is newer than what was tested ({least},{tested})")
+    elif not defects:
+        yield good(name, text)
+
+
 def known_bad(matches: Sequence[KnownBad]) -> Iterator[Finding]:
-    """What installed versions are known to do under settings that are unknown here, in a line for each package."""
+    """What installed versions do under settings that are unknown here, a line for each package."""
     ids = grouped(((found.advisory.package, found.version), found.advisory.id) for found in matches)
     for (name, version), found in ids.items():
         defects = plural(len(found), "known defect")
-        yield note(
-            name, f"{version} has {defects} under some settings ({PAGE}): {', '.join(found)}"
-        )
+        where = f"under some settings ({PAGE})"
+        yield note(name, f"{version} has {defects} {where}: {', '.join(found)}")
 
 
-def _bounds(
-    metadata: Metadata,
-) -> tuple[dict[str, tuple[SpecifierSet, bool]], dict[str, SpecifierSet]]:
-    """By package: the versions that are required, and whether it is optional; and those that were tested."""
-    required: dict[str, tuple[SpecifierSet, bool]] = {}
+class Bound(NamedTuple):
+    """What of a package is required."""
+
+    versions: SpecifierSet
+    is_optional: bool
+
+
+def _bounds(metadata: Metadata) -> tuple[dict[str, Bound], dict[str, SpecifierSet]]:
+    """By package: what is required, and the versions that were tested."""
+    required: dict[str, Bound] = {}
     tested: dict[str, SpecifierSet] = {}
     for requirement in map(Requirement, metadata.get("Requires-Dist", ())):
         name = canonicalize_name(requirement.name)
@@ -217,7 +242,7 @@ def _bounds(
             tested[name] = requirement.specifier
         elif requirement.specifier:
             is_optional = requirement.marker is not None and not _is_of(requirement, FRAMEWORKS)
-            required[name] = requirement.specifier, is_optional
+            required[name] = Bound(requirement.specifier, is_optional)
     return required, tested
 
 
@@ -293,7 +318,7 @@ def disk(num_bytes: int) -> Iterator[Finding]:
         yield good("disk", free)
 
 
-def idle(load: Mapping[str, Any] | None, num_cores: int) -> Iterator[Finding]:
+def idle(load: Mapping[str, float] | None, num_cores: int) -> Iterator[Finding]:
     """Whether times measured now would be comparable."""
     if load is None:
         yield warning("idle", "the load from other programs is unknown: /proc/stat does not say")
@@ -311,11 +336,15 @@ def idle(load: Mapping[str, Any] | None, num_cores: int) -> Iterator[Finding]:
 
 def backends(missing: Mapping[str, Mapping[str, str]], *, has_gpu: bool) -> Iterator[Finding]:
     """Which backends can run on which device."""
-    for device in (Device.CPU, *([Device.CUDA] if has_gpu else [])):
+    devices = [Device.CPU]
+    if has_gpu:
+        devices.append(Device.CUDA)
+    for device in devices:
         reasons = grouped((reason, name) for name, reason in missing.get(device, {}).items())
         able = reasons.pop("", [])
+        level = Level.ERROR
         if able:
+            level = Level.WARNING
             yield good("backends", f"{device} can run {', '.join(able)}")
         for reason, names in reasons.items():
-            level = Level.WARNING if able else Level.ERROR
             yield Finding(level, "backends", f"{device} cannot run {', '.join(names)}: {reason}")

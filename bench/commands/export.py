@@ -7,10 +7,10 @@ import json
 import sys
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bench import files
-from bench.commands.options import named
+from bench.commands.options import CommandParsers, named
 from bench.errors import GOOD, InputError, suggest
 from bench.formatting import plural
 from bench.judge.columns import COLUMNS, FRAMES
@@ -31,7 +31,7 @@ DESCRIPTION = (
 )
 
 
-def add(commands: Any) -> None:
+def add(commands: CommandParsers) -> None:
     parser = commands.add_parser(
         "export",
         help="describe a run's tables, or write them for other programs",

@@ -1,34 +1,42 @@
-"""``invariance``: whether a training computes the same at two splits of its batch, and what first differs."""
+"""``invariance``: whether a training computes the same at two splits of its batch."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from typing import Any
 
-from bench.commands.options import LARGEST, integer_to, list_of
+from bench.commands.options import LARGEST, CommandParsers, integer_to, list_of
 from bench.errors import UNCHECKED
 
 BY_SIGNAL = 128
 """Statuses above this are of commands that a signal has ended: nothing more is run then."""
 
 
-def add(commands: Any) -> None:
+def add(commands: CommandParsers) -> None:
     parser = commands.add_parser(
         "invariance",
         help="run any training command at several splits of its batch, and say what first differs",
-        description="Run a training command once per split of its batch, and once more for the first, and say which "
-        "part of its state depends on the split. In the command, {run} is the number of the run, {port} a free port, "
-        "and {vary} the place of the option that varies, which else is at the end.",
-        epilog="Exit status: a command's own if it failed; else 0 bitwise equal or equal to rounding; 1 something "
-        "depends on the split; 2 the input is wrong; 3 the runs cannot be compared, or what differs may do so.",
+        description=(
+            "Run a training command once per split of its batch, and once more for the first, "
+            "and say which part of its state depends on the split. In the command, {run} is the "
+            "number of the run, {port} a free port, and {vary} the place of the option that "
+            "varies, which else is at the end."
+        ),
+        epilog=(
+            "Exit status: a command's own if it failed; else 0 bitwise equal or equal to "
+            "rounding; 1 something depends on the split; 2 the input is wrong; 3 the runs cannot "
+            "be compared, or what differs may do so."
+        ),
     )
     option = parser.add_argument
     option(
         "--vary",
         metavar="OPTIONS",
-        help="what varies: '--gas {N} --micro-batch {B}', or with values of its own '--compile {0,1}'",
+        help=(
+            "what varies: '--gas {N} --micro-batch {B}', or with values of its own '--compile "
+            "{0,1}'"
+        ),
     )
     option(
         "--accumulate",
@@ -92,5 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(document(verdict)))
     else:
         print("\n".join(screen(verdict)))
-    statuses = [found.status for found in runs if found.status]
-    return statuses[0] if statuses else verdict.status
+    for found in runs:
+        if found.status:
+            return found.status
+    return verdict.status

@@ -6,10 +6,10 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bench import files
-from bench.commands.options import LARGEST, integer_to, named
+from bench.commands.options import LARGEST, CommandParsers, integer_to, named
 from bench.errors import BAD, GOOD, WRONG, InputError
 from bench.findings import Level
 
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from bench.audit.lint.rules import LintFinding
 
 EPILOG = (
-    "Exit status: 0 nothing but notes found; 1 an error or a warning; 2 a config cannot be read or has a wrong value, "
-    "or the only file, or every file of a folder, is of no kind that lint knows."
+    "Exit status: 0 nothing but notes found; 1 an error or a warning; 2 a config cannot be read "
+    "or has a wrong value, or the only file, or every file of a folder, is of no kind that lint "
+    "knows."
 )
 SHOWN = 5
 """Files of unknown kind that are named."""
 
 
-def add(commands: Any) -> None:
+def add(commands: CommandParsers) -> None:
     parser = commands.add_parser(
         "lint", help="find accumulation mistakes in training configs", epilog=EPILOG
     )
@@ -35,8 +36,11 @@ def add(commands: Any) -> None:
         nargs="*",
         type=named,
         metavar="CONFIG",
-        help="a YAML, JSON or TOML of Lightning, DeepSpeed, accelerate, TrainingArguments or a framework above them; a "
-        "shell script that launches a training; or a folder with such files",
+        help=(
+            "a YAML, JSON or TOML of Lightning, DeepSpeed, accelerate, TrainingArguments or a "
+            "framework above them; a shell script that launches a training; or a folder with "
+            "such files"
+        ),
     )
     integer, absent = integer_to(LARGEST), "if the config does not say"
     option(
@@ -137,16 +141,14 @@ def _print_rest(options: LintOptions, findings: Sequence[LintFinding]) -> None:
         if version.is_assumed and any(package in finding.what for finding in findings):
             option = f"--{package.lower()}-version"
             _say(
-                f"note: {package} is not installed here, so {version} is assumed; {option} names another"
+                f"note: {package} is not installed here, so {version} is assumed; {option} names "
+                "another"
             )
     if any(finding.stops for finding in findings):
         _say("hint: training stops at once; fix that, and lint again to see what else it would do")
     if options.wanted:
-        missing = [
-            option
-            for option in ("--samples", "--micro-batch", "--world-size")
-            if option in options.wanted
-        ]
+        names = ("--samples", "--micro-batch", "--world-size")
+        missing = [name for name in names if name in options.wanted]
         _say(f"hint: {' and '.join(missing)} would enable the rules about windows, steps and logs")
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.backends.base import installed_backends, registry
 from bench.commands.options import backend_names, duration, flag, list_of, share, split_names
@@ -20,109 +20,147 @@ from bench.plan.matrix import Matrix
 from bench.run.start import Planned
 from bench.workload import preflight
 
-USAGES = {
-    (
+
+class MatrixOption(NamedTuple):
+    """The option of a key."""
+
+    key: str
+    name: str
+    """As argparse stores it."""
+    metavar: str
+    words: str
+    """Its help."""
+
+
+MATRIX_OPTIONS = (
+    MatrixOption(
         "axes.backend",
         "backend",
         "B",
-    ): "only these backends, or all but those of installed packages (see 'backends'); "
-    "module:Class for your own",
-    ("axes.accumulate", "accumulate", "N"): "micro-batches per optimizer step on a rank",
-    (
+        "only these backends, or all but those of installed packages (see 'backends'); "
+        "module:Class for your own",
+    ),
+    MatrixOption(
+        "axes.accumulate", "accumulate", "N", "micro-batches per optimizer step on a rank"
+    ),
+    MatrixOption(
         "axes.micro_batch_size",
         "micro_batch",
         "M",
-    ): "samples per micro-batch on a rank; with --accumulate the global "
-    "batch follows, else it is held and N follows; in a virtual world N is held",
-    ("axes.world_size", "world_size", "W"): "numbers of ranks, or 'all' for one per GPU",
-    (
+        "samples per micro-batch on a rank; with --accumulate the global batch follows, else it is "
+        "held and N follows; in a virtual world N is held",
+    ),
+    MatrixOption(
+        "axes.world_size", "world_size", "W", "numbers of ranks, or 'all' for one per GPU"
+    ),
+    MatrixOption(
         "share_gpu",
         "share_gpu",
         "",
-    ): "let the ranks of --world-size share the GPUs: values, counts and "
-    "memory, but no times; one trial per cell unless --repeats is given",
-    (
+        "let the ranks of --world-size share the GPUs: values, counts and memory, but no times; "
+        "one trial per cell unless --repeats is given",
+    ),
+    MatrixOption(
         "virtual.world_size",
         "virtual_world",
         "W",
-    ): "one process acts as rank 0 of W: shapes, memory, counts and bytes, "
-    "but no values; without --world-size, nothing else runs",
-    (
+        "one process acts as rank 0 of W: shapes, memory, counts and bytes, but no values; without "
+        "--world-size, nothing else runs",
+    ),
+    MatrixOption(
         "virtual.fake_tensors",
         "fake_tensors",
         "",
-    ): "in a virtual world: compute and allocate nothing, which leaves no time to measure",
-    ("axes.precision", "precision", "P"): f"dtypes of forward and backward: {', '.join(Precision)}",
-    ("axes.optimizer", "optimizer", "O"): f"{', '.join(matrix_file.OPTIMIZERS)}",
-    ("axes.clip_norm", "clip_norm", "C"): "limits of the gradient's norm; 0 for no clipping",
-    (
+        "in a virtual world: compute and allocate nothing, which leaves no time to measure",
+    ),
+    MatrixOption(
+        "axes.precision",
+        "precision",
+        "P",
+        f"dtypes of forward and backward: {', '.join(Precision)}",
+    ),
+    MatrixOption("axes.optimizer", "optimizer", "O", ", ".join(matrix_file.OPTIMIZERS)),
+    MatrixOption(
+        "axes.clip_norm", "clip_norm", "C", "limits of the gradient's norm; 0 for no clipping"
+    ),
+    MatrixOption(
         "axes.activation_checkpointing",
         "activation_checkpointing",
         "on|off",
-    ): "blocks keep their input alone, and are recomputed in the backward",
-    (
+        "blocks keep their input alone, and are recomputed in the backward",
+    ),
+    MatrixOption(
         "axes.selective_checkpointing",
         "selective_checkpointing",
         "on|off",
-    ): "checkpointed blocks also keep attention and every second matrix product",
-    ("axes.compiled", "compiled", "on|off"): "compile each block with torch.compile",
-    (
+        "checkpointed blocks also keep attention and every second matrix product",
+    ),
+    MatrixOption("axes.compiled", "compiled", "on|off", "compile each block with torch.compile"),
+    MatrixOption(
         "axes.ranks_per_node",
         "ranks_per_node",
         "R",
-    ): "ranks on each of several nodes; by default the GPUs of a node "
-    "are filled before those of the next",
-    (
+        "ranks on each of several nodes; by default the GPUs of a node are filled before those of "
+        "the next",
+    ),
+    MatrixOption(
         "axes.replicate",
         "replicate",
         "R",
-    ): "numbers of replicas of HSDP backends, each sharded over W / R ranks (default: 2)",
-    ("repeats", "repeats", "R"): "trials per cell; more only if --max-repeats allows",
-    (
+        "numbers of replicas of HSDP backends, each sharded over W / R ranks (default: 2)",
+    ),
+    MatrixOption("repeats", "repeats", "R", "trials per cell; more only if --max-repeats allows"),
+    MatrixOption(
         "max_repeats",
         "max_repeats",
         "R",
-    ): "most trials per cell, while its interval is wider than --interval-width",
-    (
+        "most trials per cell, while its interval is wider than --interval-width",
+    ),
+    MatrixOption(
         "precision",
         "interval_width",
         "P",
-    ): "width of the intervals at which repeats end, such as 2%%",
-    (
+        "width of the intervals at which repeats end, such as 2%%",
+    ),
+    MatrixOption(
         "budget_s",
         "budget",
         "TIME",
-    ): "start no block of trials that would exceed this time: 90s, 20m, 1h",
-    (
+        "start no block of trials that would exceed this time: 90s, 20m, 1h",
+    ),
+    MatrixOption(
         "baseline",
         "baseline",
         "B",
-    ): "the backend to compare with, which is also compared with itself (A/A)",
-    ("training.seed", "seed", "S"): "seed of weights, tokens and order",
-    ("axes.seed", "seeds", "S"): "seeds of weights and tokens, as an axis",
-    (
+        "the backend to compare with, which is also compared with itself (A/A)",
+    ),
+    MatrixOption("training.seed", "seed", "S", "seed of weights, tokens and order"),
+    MatrixOption("axes.seed", "seeds", "S", "seeds of weights and tokens, as an axis"),
+    MatrixOption(
         "workload.global_batch_size",
         "batch",
         "B",
-    ): "global batch: samples per optimizer step over all ranks",
-    ("workload.sequence_length", "sequence", "S"): "tokens per sample",
-    ("workload.model", "model", "SIZE"): "size of the model",
-    (
+        "global batch: samples per optimizer step over all ranks",
+    ),
+    MatrixOption("workload.sequence_length", "sequence", "S", "tokens per sample"),
+    MatrixOption("workload.model", "model", "SIZE", "size of the model"),
+    MatrixOption(
         "workload.workload",
         "workload",
         "MODULE:FACTORY|hf:CONFIG",
-    ): "a model of your own, or of a config.json of transformers, instead of llama",
-    ("workload.corpus", "corpus", "FILE"): "a text file whose bytes are the tokens",
-    ("device", "device", "|".join(Device)): "what the ranks run on",
-    ("timeout_s", "timeout", "SECONDS"): "limit of a whole trial",
-    (
+        "a model of your own, or of a config.json of transformers, instead of llama",
+    ),
+    MatrixOption("workload.corpus", "corpus", "FILE", "a text file whose bytes are the tokens"),
+    MatrixOption("device", "device", "|".join(Device), "what the ranks run on"),
+    MatrixOption("timeout_s", "timeout", "SECONDS", "limit of a whole trial"),
+    MatrixOption(
         "inactivity_s",
         "inactivity",
         "SECONDS",
-    ): "limit of the time without progress on any rank; 0 for none",
-}
-"""The help of each key's option, by the key, the name that argparse gives to the option, and its metavar."""
-OPTIONS = {option: key for key, option, _ in USAGES}
+        "limit of the time without progress on any rank; 0 for none",
+    ),
+)
+OPTIONS = {option.name: option.key for option in MATRIX_OPTIONS}
 """The keys by options."""
 
 
@@ -137,15 +175,25 @@ _integers = list_of(int, "integers such as 1,4,8")
 
 
 def _world_sizes(text: str) -> list[int] | list[str]:
-    return ["all"] if text.strip() == "all" else _integers(text)
+    if text.strip() == "all":
+        return ["all"]
+    return _integers(text)
 
 
-LISTS = {bool: _switches, int: _integers, float: list_of(float, "numbers such as 0,1.5")}
+ReadOption = Callable[[str], object]
+"""Reads the value of an option."""
+
+
+LISTS: dict[type, ReadOption] = {
+    bool: _switches,
+    int: _integers,
+    float: list_of(float, "numbers such as 0,1.5"),
+}
 """How a list is read, by the type of its items; others are names."""
 BY_DEVICE = {"auto": ("cpu", "gpu"), "quick": ("quick", "quick-gpu")}
 """Names of --matrix that stand for one matrix on CPUs and another on GPUs."""
 
-READ: dict[str, Any] = {
+READ: dict[str, ReadOption] = {
     "axes.backend": backend_names,
     "axes.world_size": _world_sizes,
     "budget_s": duration,
@@ -161,18 +209,21 @@ def add_matrix_options(parser: argparse.ArgumentParser) -> None:
         f"auto (gpu or cpu, as the machine is), {names}, or a TOML file; quick is quick-gpu on GPUs"
     )
     parser.add_argument("--matrix", default="auto", metavar="NAME|FILE", help=words)
-    for (key, name, metavar), words in USAGES.items():
-        option, (kind, is_list) = flag(name), matrix_file.type_of(key)
+    for option in MATRIX_OPTIONS:
+        name, words = flag(option.name), option.words
+        kind, is_list = matrix_file.type_of(option.key)
         if is_list:
-            read = READ.get(key, LISTS.get(kind, split_names))
-            parser.add_argument(
-                option, action="extend", type=read, metavar=f"{metavar}[,{metavar}]", help=words
-            )
+            read = READ.get(option.key, LISTS.get(kind, split_names))
+            metavar = f"{option.metavar}[,{option.metavar}]"
+            parser.add_argument(name, action="extend", type=read, metavar=metavar, help=words)
         elif kind is bool:
-            parser.add_argument(option, action="store_true", default=None, help=words)
+            parser.add_argument(name, action="store_true", default=None, help=words)
         else:
-            read = READ.get(key, kind if kind in LISTS else str)
-            parser.add_argument(option, type=read, metavar=metavar, help=words)
+            usual: ReadOption = str
+            if kind in LISTS:
+                usual = kind
+            read = READ.get(option.key, usual)
+            parser.add_argument(name, type=read, metavar=option.metavar, help=words)
     words = "on GPUs: also run cells that are predicted not to fit into memory"
     parser.add_argument("--try-all", action="store_true", help=words)
 
@@ -182,9 +233,9 @@ def planned(
     pretended: Sequence[Mapping[str, Any]] = (),
     others: Nodes | None = None,
 ) -> Planned:
-    """The matrix of the options and its cells, on this machine or on ``pretended`` GPUs. Raises InputError.
+    """The matrix of the options and its cells, on this machine or on ``pretended`` GPUs.
 
-    ``others`` are the other nodes of a job of several.
+    ``others`` are the other nodes of a job of several. Raises InputError.
     """
     matrix = _matrix(arguments, on_gpus=bool(pretended or launch_gpus.gpus()))
     if pretended and matrix["device"] != Device.CUDA:
@@ -197,21 +248,22 @@ def planned(
     num_nodes = 1
     if others is not None:
         num_nodes += len(others.nodes)
-    if (
-        arguments.device == Device.CUDA
-        and gpus
-        and not (arguments.world_size or matrix["share_gpu"])
-    ):
-        matrix = matrix.up_to(
-            len(gpus), "--device"
-        )  # it was perhaps written for a CPU, with more ranks than GPUs
+    has_ranks = arguments.world_size or matrix["share_gpu"]
+    if arguments.device == Device.CUDA and gpus and not has_ranks:
+        # It was perhaps written for a CPU, with more ranks than GPUs.
+        matrix = matrix.up_to(len(gpus), "--device")
     expansion = expand(matrix, backends, len(gpus), installed_backends(), num_nodes)
     plan = Planned(matrix, backends, expansion.cells, expansion.once, gpus)
-    return plan if arguments.try_all else _without_large_references(plan, num_nodes)
+    if arguments.try_all:
+        return plan
+    return _without_large_references(plan, num_nodes)
 
 
 def check_workloads(plan: Planned) -> None:
-    """Check the workloads that are not shipped, each once in a process. Raises InputError for an unfit one."""
+    """Check the workloads that are not shipped, each once in a process.
+
+    Raises InputError for an unfit one.
+    """
     cells = {cell.workload: cell for cell in plan.cells}
     corpus = plan.matrix["workload.corpus"]
     path = None
@@ -249,16 +301,17 @@ def _gpus(
 
 
 def _without_large_references(plan: Planned, num_nodes: int) -> Planned:
-    """The plan with what does not fit into the smallest GPU, of which it leaves the references out."""
+    """The plan with what is too large for the smallest GPU, without such references."""
     from bench.forecast import fit
 
     if not plan.gpus:
         return plan
     smallest = min(int(gpu["memory_bytes"]) for gpu in plan.gpus)
     too_large = fit.too_large(plan.cells, smallest, len(plan.gpus) // num_nodes)
-    references = [cell for cell in plan.cells if cell.is_reference]
-    left_out = {cell for cell in references if cell.cell_id in too_large}
-    cells = [cell for cell in plan.cells if cell not in left_out]
+    cells = []
+    for cell in plan.cells:
+        if not (cell.is_reference and cell.cell_id in too_large):
+            cells.append(cell)
     return replace(plan, cells=cells, too_large=too_large)
 
 
@@ -266,8 +319,10 @@ def _matrix(arguments: argparse.Namespace, *, on_gpus: bool) -> Matrix:
     """The matrix of ``--matrix``, with the keys that other options override. Raises InputError."""
     name = arguments.matrix
     if name in BY_DEVICE:
-        on_cpus, on_gpus_name = BY_DEVICE[name]
-        name = on_gpus_name if on_gpus else on_cpus
+        of_cpus, of_gpus = BY_DEVICE[name]
+        name = of_cpus
+        if on_gpus:
+            name = of_gpus
     chosen = matrix_file.load(name)
     is_virtual_alone = bool(arguments.virtual_world and not arguments.world_size)
     _refuse_contradictions(arguments, chosen, is_virtual_alone=is_virtual_alone)
@@ -304,7 +359,7 @@ def _refuse_contradictions(
         )
 
 
-def _repeats(arguments: argparse.Namespace, chosen: Matrix) -> dict[str, Any]:
+def _repeats(arguments: argparse.Namespace, chosen: Matrix) -> dict[str, int | None]:
     """``repeats`` and ``max_repeats``, of which either option may set both."""
     repeats, most = arguments.repeats, arguments.max_repeats
     if repeats is not None and most is not None and repeats > most:

@@ -1,4 +1,4 @@
-"""Options that several commands share: their types, the backends of ``--backend``, and the folder of ``--out``."""
+"""Options that several commands share: their types, ``--backend``, and the folder of ``--out``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 from bench import files
 from bench.backends.base import Backend, installed_backends, register, registry
@@ -23,8 +23,24 @@ LARGEST = 999_999_999
 T = TypeVar("T")
 
 
+class CommandParsers(Protocol):
+    """Where each command adds its parser."""
+
+    def add_parser(
+        self,
+        name: str,
+        *,
+        help: str,  # noqa: A002 - argparse calls it so
+        description: str = "",
+        epilog: str = "",
+    ) -> argparse.ArgumentParser: ...
+
+
 def named(text: str) -> Path:
-    """The path of a file or folder. An empty name, as of an unset variable, would be the current folder."""
+    """The path of a file or folder.
+
+    An empty name, as of an unset variable, is refused: it would be the current folder.
+    """
     if not text.strip():
         raise argparse.ArgumentTypeError("the name is empty; give one, or leave the option out")
     return Path(text)
@@ -70,7 +86,10 @@ def integer_to(largest: int, least: int = 1) -> Callable[[str], int]:
 
 
 def share(text: str) -> float:
-    """0.05 for ``5%`` or ``0.05``. A number of 1 or more without a sign is refused: it may be meant as per cent."""
+    """0.05 for ``5%`` or ``0.05``.
+
+    A number of 1 or more without a sign is refused: it may be meant as per cent.
+    """
     words = text.strip()
     is_percentage = words.endswith("%")
     try:
@@ -90,7 +109,7 @@ def share(text: str) -> float:
 def quantity(
     units: Mapping[str, float], what: str, *, zero: bool = False
 ) -> Callable[[str], float]:
-    """A parser of finite numbers above 0, or ``zero`` too, with a unit, which is required: it is not guessed."""
+    """A parser of finite numbers above 0, or ``zero`` too, with a unit, which is not guessed."""
 
     def read(text: str) -> float:
         value = math.nan
@@ -109,7 +128,7 @@ duration = quantity(SECONDS, "a time above 0 with its unit, such as 90s, 20m or 
 
 
 def backend_names(text: str) -> list[str]:
-    """The names in a comma-separated list; ``module:Class`` is loaded, and from then on known by its own name."""
+    """The names in a comma-separated list; ``module:Class`` is loaded and has its own name."""
     found = []
     for name in split_names(text):
         known_as = name
@@ -122,9 +141,12 @@ def backend_names(text: str) -> list[str]:
     return found
 
 
-def add_runs(parser: Any, more: str) -> None:
-    """Add the folders of runs, of which ``all_folders`` reads the value; ``more`` says what becomes of several."""
-    words = f"a run's folder, e.g. results/<run>, or a folder of runs; several of one matrix are pooled: {more}"
+def add_runs(parser: argparse.ArgumentParser, more: str) -> None:
+    """Add the folders of runs, which ``all_folders`` reads; ``more``: what becomes of several."""
+    words = (
+        "a run's folder, e.g. results/<run>, or a folder of runs; several of one matrix are "
+        f"pooled: {more}"
+    )
     parser.add_argument("runs", nargs="+", type=named, metavar="RUN", help=words)
 
 
@@ -135,7 +157,9 @@ def all_folders(places: Sequence[Path]) -> list[Path]:
     return folders_of(places)
 
 
-def add_training(parser: Any, *, world_size: int, required: bool = False) -> None:
+def add_training(
+    parser: argparse._ActionsContainer, *, world_size: int, required: bool = False
+) -> None:
     """Add the options that describe a training; each is a field of TrainingPlan and of Scenario."""
     option, accumulate = parser.add_argument, list_of(int, "integers such as 1,4,2")
     option("--samples", type=int, required=required, metavar="S", help="samples of the data set")
@@ -156,7 +180,7 @@ def add_training(parser: Any, *, world_size: int, required: bool = False) -> Non
     option("--sampler-drop-last", action="store_true", help=words)
 
 
-def add_backend(parser: Any) -> None:
+def add_backend(parser: argparse.ArgumentParser) -> None:
     """Add ``--backend``, of which ``chosen_backends`` reads the value."""
     words = "only these backends, or module:Class for your own; see 'backends' (default: all)"
     parser.add_argument(
@@ -164,7 +188,7 @@ def add_backend(parser: Any) -> None:
     )
 
 
-def add_device(parser: Any, default: Device) -> None:
+def add_device(parser: argparse.ArgumentParser, default: Device) -> None:
     """Add ``--device``."""
     words = f"what the ranks run on (default: {default})"
     devices = list(map(str, Device))
@@ -172,9 +196,10 @@ def add_device(parser: Any, default: Device) -> None:
 
 
 def chosen_backends(given: Sequence[str] | None) -> dict[str, type[Backend]]:
-    """The backends of ``--backend``, in the registry's order; all but references without it or with ``all``.
+    """The backends of ``--backend``, in the registry's order; with ``all`` or without it, all.
 
-    Raises InputError for a reference, which accumulates nothing, or an unknown name.
+    References are left out. Raises InputError if one is named, since it accumulates nothing, or for
+    an unknown name.
     """
     asked = given
     if asked is None:
@@ -195,7 +220,7 @@ def chosen_backends(given: Sequence[str] | None) -> dict[str, type[Backend]]:
 
 
 def writable(folder: Path) -> None:
-    """Create the folder of ``--out`` if it is missing. Raises InputError if it cannot be written."""
+    """Create the folder of ``--out`` if it is missing. InputError if it cannot be written."""
     with files.writing(f"--out {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from bench.backends import blocks
 from bench.commands.matrix_options import add_matrix_options, check_workloads, planned
+from bench.commands.options import CommandParsers
 from bench.errors import GOOD
 from bench.formatting import plural, size
 from bench.judge.columns import differing, phrases
@@ -19,12 +19,13 @@ from bench.run.start import Planned
 from bench.tabular import Table
 
 GPUS = re.compile(
-    r"(?:(?P<count>[0-9]{1,4})\s*x\s*)?(?P<name>\S.*?)\s+(?P<size>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>GiB|GB)"
+    r"(?:(?P<count>[0-9]{1,4})\s*x\s*)?(?P<name>\S.*?)"
+    r"\s+(?P<size>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>GiB|GB)"
 )
 UNITS = {"GiB": 2**30, "GB": 10**9}
 
 
-def add(commands: Any) -> None:
+def add(commands: CommandParsers) -> None:
     parser = commands.add_parser(
         "plan", help="show what run would do, without starting anything: cells, skips, time, memory"
     )
@@ -38,12 +39,15 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="also check a workload of your own, as run does before its first trial: that it draws no random numbers, "
-        "its loss is a finite mean over samples, and its blocks are called",
+        help=(
+            "also check a workload of your own, as run does before its first trial: that it "
+            "draws no random numbers, its loss is a finite mean over samples, and its blocks are "
+            "called"
+        ),
     )
 
 
-def _gpus(text: str) -> list[dict[str, Any]]:
+def _gpus(text: str) -> list[dict[str, object]]:
     """The GPUs of ``8 x H200 141GB``, as ``bench.launch.gpus`` describes them."""
     wrong = f"'{text}' does not name GPUs, such as '1 x H100 80GiB' or 'A100 40GB'"
     match = GPUS.fullmatch(text.strip())
@@ -132,7 +136,10 @@ def _totals(
             yield "the global batch follows: B = micro-batch x N x W"
     yield from _duration(plan, skipped, guesses)
     if any(cell.world.shares_gpus for cell in cells):
-        yield "ranks that share a GPU use NCCL if a trial of it succeeds when the run starts, otherwise gloo"
+        yield (
+            "ranks that share a GPU use NCCL if a trial of it succeeds when the run starts, "
+            "otherwise gloo"
+        )
     yield "time: per trial, as measured in earlier runs here, otherwise a rough guess"
     memory = "memory: predicted peak of a rank"
     if any(cell.compiled for cell in cells):
@@ -171,7 +178,9 @@ def _duration(
     yield f"{plural(trials, 'trial')}, {of_each} of each cell: {time}"
     if max_repeats > repeats:
         narrow = f"{100 * matrix['precision']:g} %"
-        yield f"then up to {max_repeats} repeats of the cells whose intervals are wider than {narrow}"
+        yield (
+            f"then up to {max_repeats} repeats of the cells whose intervals are wider than {narrow}"
+        )
     if budget_s:
         budget = f"{budget_s / 60:g} min"
         if total_s <= budget_s:

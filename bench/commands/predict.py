@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bench.commands.options import (
+    CommandParsers,
     add_backend,
     add_device,
     chosen_backends,
@@ -64,16 +65,16 @@ SEARCHED = (
 """What --batch searches."""
 PICTURE = ".png"
 DESCRIPTION = (
-    "By arithmetic: a rank's memory at its peak by category, the collectives of an optimizer step, "
-    "and with --link and a time of compute two estimates of a step's time: with communication "
-    "hidden as far as it can be, and with none hidden. It begins with a recommendation: the "
-    "backend that is the best by both estimates, or what leads while that is undecided. With --batch "
-    "it searches micro-batch, N, backend and checkpointing for one global batch, and shows the front "
-    "of time against memory. Nothing is run, but for --exact."
+    "By arithmetic: a rank's memory at its peak by category, the collectives of an optimizer "
+    "step, and with --link and a time of compute two estimates of a step's time: with "
+    "communication hidden as far as it can be, and with none hidden. It begins with a "
+    "recommendation: the backend that is the best by both estimates, or what leads while that is "
+    "undecided. With --batch it searches micro-batch, N, backend and checkpointing for one global "
+    "batch, and shows the front of time against memory. Nothing is run, but for --exact."
 )
 
 
-def add(commands: Any) -> None:
+def add(commands: CommandParsers) -> None:
     parser = commands.add_parser(
         "predict",
         help="predict memory, collectives and step times without running",
@@ -84,10 +85,13 @@ def add(commands: Any) -> None:
     _add_output(parser)
 
 
-def _add_training(parser: Any) -> None:
+def _add_training(parser: argparse.ArgumentParser) -> None:
     """What is trained."""
     option = parser.add_argument
-    words = f"a shipped model ({', '.join(SIZES)}), another one ({', '.join(SHAPES)}), or hf:CONFIG, a config.json of "
+    words = (
+        f"a shipped model ({', '.join(SIZES)}), another one ({', '.join(SHAPES)}), or hf:CONFIG, a "
+        "config.json of "
+    )
     words += "transformers or the folder that has it"
     option("--model", required=True, metavar="NAME", help=words)
     option("--world-size", type=INTEGER, required=True, metavar="W", help="ranks")
@@ -95,7 +99,10 @@ def _add_training(parser: Any) -> None:
     option("--accumulate", type=INTEGER, metavar="N", help=words)
     words = "samples per micro-batch on a rank (default: 1)"
     option("--micro-batch", type=INTEGER, metavar="M", help=words)
-    words = "instead of both: samples per optimizer step over all ranks; micro-batch, N, backend and checkpointing are "
+    words = (
+        "instead of both: samples per optimizer step over all ranks; micro-batch, N, backend and "
+        "checkpointing are "
+    )
     words += "searched (needs a link and a time of compute)"
     option("--batch", type=INTEGER, metavar="B", help=words)
     option("--sequence", type=INTEGER, required=True, metavar="S", help="tokens per sample")
@@ -109,16 +116,22 @@ def _add_training(parser: Any) -> None:
     add_backend(parser)
     words = "blocks keep their input alone, and are recomputed"
     option("--activation-checkpointing", action="store_true", help=words)
-    words = "the same, but blocks also keep the results of attention and of every second product, as in torchtitan"
+    words = (
+        "the same, but blocks also keep the results of attention and of every second product, as "
+        "in torchtitan"
+    )
     option("--selective-checkpointing", action="store_true", help=words)
 
 
-def _add_machine(parser: Any) -> None:
+def _add_machine(parser: argparse.ArgumentParser) -> None:
     """On what: memory, links and compute."""
     option = parser.add_argument
     words = "memory of a device, such as 80GiB"
     option("--memory", type=_amount(BYTES, "80GiB"), metavar="SIZE", help=words)
-    words = "of that, kept free for what is not predicted (default on a GPU: CUDA context, NCCL, and what is published "
+    words = (
+        "of that, kept free for what is not predicted (default on a GPU: CUDA context, NCCL, and "
+        "what is published "
+    )
     words += "of memory that the allocator reserves beyond the peak)"
     option("--reserve", type=_amount(BYTES, "4GiB", zero=True), metavar="SIZE", help=words)
     links = parser.add_mutually_exclusive_group()
@@ -136,9 +149,15 @@ def _add_machine(parser: Any) -> None:
     )
     links.add_argument("--from-run", type=named, metavar="RUN", help=words)
     option("--node-size", type=INTEGER, metavar="G", help="consecutive ranks that are a node")
-    words = "replicas of HSDP backends, each sharded over W / R consecutive ranks (default: as many as nodes)"
+    words = (
+        "replicas of HSDP backends, each sharded over W / R consecutive ranks (default: as many "
+        "as nodes)"
+    )
     option("--replicate", type=INTEGER, metavar="R", help=words)
-    words = "latency of a collective call, such as 20us (default: 32us on GPUs, a ring of 8 by NCCL's cost model; 0 on "
+    words = (
+        "latency of a collective call, such as 20us (default: 32us on GPUs, a ring of 8 by NCCL's "
+        "cost model; 0 on "
+    )
     words += "CPUs)"
     option("--latency", type=_amount(TIMES, "20us", zero=True), metavar="TIME", help=words)
     compute = parser.add_mutually_exclusive_group()
@@ -150,13 +169,16 @@ def _add_machine(parser: Any) -> None:
     option("--mfu", type=share, metavar="P", help=words)
 
 
-def _add_output(parser: Any) -> None:
+def _add_output(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     words = "with --batch: draw time against memory into this file, a PNG"
     option("--plot", type=named, metavar="FILE", help=words)
     words = "also show the rows of wrappers that equal another backend"
     option("--all", action="store_true", help=words)
-    words = "also measure the peak of the backend of --backend, by a trial on fake tensors (a minute for 8b)"
+    words = (
+        "also measure the peak of the backend of --backend, by a trial on fake tensors (a minute "
+        "for 8b)"
+    )
     option("--exact", action="store_true", help=words)
     words = "print a JSON list; its keys: see bench/forecast/choice.py"
     option("--json", action="store_true", help=words)
@@ -235,10 +257,12 @@ def _question(arguments: argparse.Namespace) -> Question:
     if shape_of(arguments.model) is None:
         known = suggest(arguments.model, [*SIZES, *SHAPES, f"{HUGGING_FACE}CONFIG"])
         raise InputError(f"--model: '{arguments.model}' is unknown; {known}")
-    memory, reserve = int(arguments.memory or 0), arguments.reserve
-    if reserve is not None and reserve >= memory:
-        left = f"leaves nothing of the {memory / 2**30:.4g} GiB of --memory; give less"
-        raise InputError(f"--reserve: {left}")
+    memory, reserve = int(arguments.memory or 0), None
+    if arguments.reserve is not None:
+        reserve = int(arguments.reserve)
+        if arguments.reserve >= memory:
+            left = f"leaves nothing of the {memory / 2**30:.4g} GiB of --memory; give less"
+            raise InputError(f"--reserve: {left}")
     link = _link(arguments)
     node_size = 1
     if link is not None:
@@ -252,7 +276,7 @@ def _question(arguments: argparse.Namespace) -> Question:
         compute_from=compute.source,
         peak_flops=compute.peak_flops,
         memory_bytes=memory or None,
-        reserve_bytes=None if reserve is None else int(reserve),
+        reserve_bytes=reserve,
         bf16_parameters=arguments.parameters == "bf16",
     )
 
@@ -393,6 +417,7 @@ def _cell_of_options(arguments: argparse.Namespace, node_size: int) -> Cell:
             )
             raise InputError(f"--batch: {wrong}")
         accumulate = batch // ranks
+    checkpoints = arguments.activation_checkpointing or arguments.selective_checkpointing
     return Cell(
         backend="",
         model=arguments.model,
@@ -403,15 +428,14 @@ def _cell_of_options(arguments: argparse.Namespace, node_size: int) -> Cell:
         precision=Precision(arguments.precision),
         optimizer=arguments.optimizer,
         device=Device(arguments.device),
-        activation_checkpointing=arguments.activation_checkpointing
-        or arguments.selective_checkpointing,
+        activation_checkpointing=checkpoints,
         selective_checkpointing=arguments.selective_checkpointing,
         replicate=_replicas(arguments, node_size),
     )
 
 
 def _replicas(arguments: argparse.Namespace, node_size: int) -> int:
-    """Replicas of HSDP backends: those of --replicate, or one per node; 0 where there are not several."""
+    """Replicas of HSDP backends: those of --replicate, or one per node; 0 if not several."""
     ranks, replicas = arguments.world_size, arguments.replicate
     if replicas is None:
         if 1 < node_size < ranks:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
 
 from bench import files
-from bench.commands.options import add_runs, all_folders, named
+from bench.commands.options import CommandParsers, add_runs, all_folders, named
 from bench.errors import InputError
 from bench.files import plots_folder
 from bench.run.journal import read_manifest
 
 
-def add(commands: Any) -> None:
+def add(commands: CommandParsers) -> None:
     parser = commands.add_parser(
         "report", help="write a run's tables, plots and report again from its journal"
     )
@@ -41,16 +40,16 @@ def run(arguments: argparse.Namespace) -> int:
         for name in ("plots", "open"):
             if getattr(arguments, name):
                 raise InputError(
-                    f"--{name}: cannot be combined with --rebuild, which draws nothing; leave one of them out"
+                    f"--{name}: cannot be combined with --rebuild, which draws nothing; leave one "
+                    "of them out"
                 )
         return rebuild(folder)
     plots = arguments.plots or plots_folder(folder)
     try:
         with files.run_folder(folder, str(folder)):
             status = write_outputs(folder, plots, from_run.section, others=others)
-    except (
-        files.BusyError
-    ):  # the run goes on: its trials so far can be shown, but only the runner writes run.json
+    except files.BusyError:
+        # The run goes on: its trials so far can be shown, but only the runner writes run.json.
         status = write_outputs(folder, plots, from_run.section, others=others)
     if arguments.open:
         import webbrowser

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bench import __version__, files
 from bench.backends.base import Backend
 from bench.commands.matrix_options import OPTIONS, add_matrix_options, check_workloads, planned
-from bench.commands.options import flag, named
+from bench.commands.options import CommandParsers, flag, named
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError, is_interrupt
 from bench.files import new_folder, plots_folder
 from bench.findings import Level
@@ -41,21 +41,22 @@ if TYPE_CHECKING:
     from bench.report.progress import Display
 
 DESCRIPTION = (
-    "Every trial trains one cell of the matrix. Trials run in blocks, each in seeded random order. After --repeats "
-    "blocks, a cell is repeated while the interval of its time ratio to the baseline is wider than --interval-width, "
-    "until --max-repeats or the --budget is reached."
+    "Every trial trains one cell of the matrix. Trials run in blocks, each in seeded random "
+    "order. After --repeats blocks, a cell is repeated while the interval of its time ratio to "
+    "the baseline is wider than --interval-width, until --max-repeats or the --budget is reached."
 )
 SIGNALS = (
-    "Ctrl-C, SIGTERM and SIGHUP end the run and keep every finished trial; a second signal ends the current trial at "
-    "once. A background shell ignores SIGINT, and nohup ignores SIGHUP: use SIGTERM there. --resume goes on after "
-    "these, and after a kill -9, a reboot or a full disk. On several hosts, start the same command once on each, with "
-    "srun, torchrun or another engine: docs/hosts.md."
+    "Ctrl-C, SIGTERM and SIGHUP end the run and keep every finished trial; a second signal ends "
+    "the current trial at once. A background shell ignores SIGINT, and nohup ignores SIGHUP: use "
+    "SIGTERM there. --resume goes on after these, and after a kill -9, a reboot or a full disk. "
+    "On several hosts, start the same command once on each, with srun, torchrun or another "
+    "engine: docs/hosts.md."
 )
 STOPPING = "stopping: the processes of this run are being ended; a second signal ends them at once"
 """The answer to an interrupt."""
 
 
-def add(commands: Any) -> None:
+def add(commands: CommandParsers) -> None:
     parser = commands.add_parser(
         "run",
         help="train every cell of a matrix, and write tables and plots",
@@ -115,8 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _lead(arguments, others)
 
 
-def _about(head: str) -> dict[str, Any]:
-    """What a node tells the controller: versions, which have to be equal, its GPUs, and why it cannot be used."""
+def _about(head: str) -> dict[str, object]:
+    """What a node tells the controller: versions, GPUs, and why it cannot be used."""
     gpus, error = launch_gpus.gpus(), ""
     try:
         job_nodes.check_interfaces()
@@ -139,16 +140,18 @@ def _lead(arguments: argparse.Namespace, others: Nodes | None) -> int:
     """Run the matrix, or resume a run, as the controller of all nodes."""
     from bench.forecast import fit
 
-    nodes = [node.about["fingerprint"] for node in others.nodes] if others else []
+    nodes, head = [], ""
+    if others is not None:
+        nodes = [node.about["fingerprint"] for node in others.nodes]
+        head = others.address
     if arguments.resume:
         folder = arguments.resume
         _refuse_beside_resume(arguments)
         # Read before the lock is taken: nothing is written to a folder that holds no run.
         backends = start.backends_of(folder, read_manifest(folder))
         with files.run_folder(folder, f"--resume {folder}"):
-            return _train(
-                folder, start.reopen(folder, backends, nodes), backends, arguments, others
-            )
+            manifest = start.reopen(folder, backends, nodes)
+            return _train(folder, manifest, backends, arguments, others)
     if arguments.retry_failed:
         raise InputError("--retry-failed: works only with --resume RUN; add it")
     plan = planned(arguments, others=others)
@@ -168,7 +171,7 @@ def _lead(arguments: argparse.Namespace, others: Nodes | None) -> int:
             cold=arguments.cold,
             peaks=fit.peaks(plan.cells),
             nodes=nodes,
-            head=others.address if others else "",
+            head=head,
             sharing=sharing,
         )
         return _train(folder, manifest, plan.backends, arguments, others)
@@ -179,25 +182,25 @@ def _with_other_commit(plan: Planned, name: str, others: Nodes | None) -> Planne
     if others is not None:
         raise InputError("--against: compares two commits on one node; start it on one host")
     commit = two_codes.commit_of(name)
-    compared = [
-        cell
-        for cell in plan.cells
-        if not cell.is_reference and not cell.twin and cell.cell_id not in plan.once
-    ]
-    return replace(plan, cells=[*plan.cells, *(cell.at_commit(commit) for cell in compared)])
+    cells = list(plan.cells)
+    for cell in plan.cells:
+        if not cell.is_reference and not cell.twin and cell.cell_id not in plan.once:
+            cells.append(cell.at_commit(commit))
+    return replace(plan, cells=cells)
 
 
 def _require_usable(gpus: Sequence[Mapping[str, Any]]) -> None:
-    """Raise InputError if another bench has the GPUs, or torch cannot use them, in the words of ``doctor``."""
+    """Raise InputError if another bench has the GPUs, or torch cannot use them."""
     with launch_gpus.hold_gpus([gpu["uuid"] for gpu in gpus]):
         facts = gpu_checks.gather(torch_facts.ask_torch()[0])
-    for finding in (finding for check in gpu_checks.USABLE for finding in check(facts)):
-        if finding.level is Level.ERROR:
-            raise InputError(f"{finding.topic}: {finding.text}")
+    for check in gpu_checks.USABLE:
+        for finding in check(facts):
+            if finding.level is Level.ERROR:
+                raise InputError(f"{finding.topic}: {finding.text}")
 
 
 def _shared(plan: Planned) -> tuple[Planned, GpuSharing | None]:
-    """The plan, with ranks that share a GPU over NCCL if that works here; and what they use, None if none does."""
+    """The plan with what ranks that share a GPU use, NCCL if it works; None if none does."""
     shared = [cell for cell in plan.cells if cell.world.shares_gpus]
     if not shared:
         return plan, None
@@ -208,12 +211,13 @@ def _shared(plan: Planned) -> tuple[Planned, GpuSharing | None]:
         reason = str(error)
     if reason:
         return plan, GpuSharing(over="gloo", reason=reason)
-    cells = [replace(cell, shared_nccl=cell.world.shares_gpus) for cell in plan.cells]
-    renamed = {cell.cell_id: new.cell_id for cell, new in zip(plan.cells, cells, strict=True)}
-    too_large = {
-        renamed.get(cell_id, cell_id): reason for cell_id, reason in plan.too_large.items()
-    }
-    once = [renamed.get(cell_id, cell_id) for cell_id in plan.once]
+    cells, renamed = [], {}
+    for cell in plan.cells:
+        new = replace(cell, shared_nccl=cell.world.shares_gpus)
+        cells.append(new)
+        renamed[cell.cell_id] = new.cell_id
+    too_large = {renamed.get(name, name): reason for name, reason in plan.too_large.items()}
+    once = [renamed.get(name, name) for name in plan.once]
     return replace(plan, cells=cells, too_large=too_large, once=once), GpuSharing(over="NCCL")
 
 
@@ -233,7 +237,9 @@ def _train(
     from bench.screen import Screen
 
     cells = manifest.cells
-    gpus = launch_gpus.gpus() if any(cell.device is Device.CUDA for cell in cells) else []
+    gpus = []
+    if any(cell.device is Device.CUDA for cell in cells):
+        gpus = launch_gpus.gpus()
     guesses = costs(cells, gpus, manifest.skipped)
     display = Display(Screen(quiet=arguments.quiet), guesses, manifest)
     if arguments.json:
@@ -247,9 +253,8 @@ def _train(
     kept = f"the finished trials are kept; go on with: python -m bench run --resume {folder}"
     try:
         with journal.held(str(folder)), display, working:
-            display.say(
-                f"run {manifest.run_id}: {summarize(cells, baseline_of(manifest))}; writing to {folder}"
-            )
+            compared = summarize(cells, baseline_of(manifest))
+            display.say(f"run {manifest.run_id}: {compared}; writing to {folder}")
             if manifest.sharing is not None:
                 display.say(manifest.sharing.sentence)
             with _answering(display):
@@ -276,12 +281,17 @@ def _train(
             return INTERRUPTED
         if not isinstance(error, OSError) or isinstance(error, BrokenPipeError):
             raise
-        is_full = error.errno in {errno.ENOSPC, errno.EDQUOT}
-        reason = "the disk is full; free some space" if is_full else error
-        raise InputError(f"{folder}: {reason}; {kept}") from error
+        raise InputError(f"{folder}: {_reason(error)}; {kept}") from error
     from bench.forecast import from_run  # here, since it imports pandas
 
     return write_outputs(folder, plots_folder(folder), from_run.section, as_json=arguments.json)
+
+
+def _reason(error: OSError) -> str:
+    """Why a run ended."""
+    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        return "the disk is full; free some space"
+    return str(error)
 
 
 @contextlib.contextmanager
@@ -296,11 +306,13 @@ def _answering(display: Display) -> Iterator[None]:
 
 def _refuse_beside_resume(arguments: argparse.Namespace) -> None:
     """Refuse all options that a resumed run cannot take, since it goes on as it was begun."""
-    given = [
-        name for name in (*OPTIONS, "out", "against") if getattr(arguments, name, None) is not None
-    ]
-    defaults = (("matrix", "auto"), ("cold", False), ("try_all", False))
-    given += [name for name, default in defaults if getattr(arguments, name) != default]
+    given = []
+    for name in (*OPTIONS, "out", "against"):
+        if getattr(arguments, name, None) is not None:
+            given.append(name)
+    for name, default in (("matrix", "auto"), ("cold", False), ("try_all", False)):
+        if getattr(arguments, name) != default:
+            given.append(name)
     if given:
         words = "cannot be combined with --resume, which goes on as the run was begun; leave it out"
         raise InputError(f"{flag(given[0])}: {words}")

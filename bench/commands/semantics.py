@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench import validation
 from bench.audit.scenario import SUITE, Fault, Reduction, Scenario, Split
 from bench.audit.scenario import load as load_suite
 from bench.commands.options import (
+    CommandParsers,
     add_backend,
     add_device,
     add_training,
@@ -40,7 +41,7 @@ EPILOG = (
 )
 
 
-def add(commands: Any) -> None:
+def add(commands: CommandParsers) -> None:
     parser = commands.add_parser(
         "semantics",
         help="measure what a backend computes: which samples reach which update",
@@ -50,8 +51,10 @@ def add(commands: Any) -> None:
     add_backend(parser)
     group = parser.add_argument_group("one scenario")
     add_training(group, world_size=2)
-    for name, (read, metavar, words) in OPTIONS.items():
-        group.add_argument(name, type=read, metavar=metavar, help=words)
+    for further in OPTIONS:
+        group.add_argument(
+            further.name, type=further.read, metavar=further.metavar, help=further.words
+        )
     for name, words in FLAGS.items():
         group.add_argument(name, action="store_true", help=words)
     group = parser.add_argument_group("the suite")
@@ -82,17 +85,39 @@ FLAGS = {
 FIELDS = {"micro_batch": "batch_size", "clip": "clip_norm"}
 """Options of which the field of Scenario has another name."""
 WEIGHTS = list_of(int, "integers such as 1,4,2")
-REDUCTION = "the loss of a micro-batch: the mean over its tokens (default), or its share of the window's mean"
-OPTIONS = {
-    "--engine-accumulate": (int, "N", "another N in DeepSpeed's config"),
-    "--token-weights": (WEIGHTS, "T[,T]", "tokens of samples 0, 1, 2 ..., over and over"),
-    "--reduction": (str, "|".join(Reduction), REDUCTION),
-    "--clip": (float, "C", "the framework's clipping threshold"),
-    "--fault": (str, "|".join(Fault), "what happens in mid-window or at the end of an epoch"),
-    "--at": (int, "I", "the micro-batch, from 1, at which it happens"),
-    "--split": (str, "|".join(Split), "who splits the samples among the ranks"),
-}
-"""Further options of one scenario: type, placeholder and help."""
+
+
+class ScenarioOption(NamedTuple):
+    """A further option of one scenario."""
+
+    name: str
+    read: Callable[[str], object]
+    metavar: str
+    words: str
+
+
+OPTIONS = (
+    ScenarioOption("--engine-accumulate", int, "N", "another N in DeepSpeed's config"),
+    ScenarioOption(
+        "--token-weights", WEIGHTS, "T[,T]", "tokens of samples 0, 1, 2 ..., over and over"
+    ),
+    ScenarioOption(
+        "--reduction",
+        str,
+        "|".join(Reduction),
+        "the loss of a micro-batch: the mean over its tokens (default), or its share of the "
+        "window's mean",
+    ),
+    ScenarioOption("--clip", float, "C", "the framework's clipping threshold"),
+    ScenarioOption(
+        "--fault",
+        str,
+        "|".join(Fault),
+        "what happens in mid-window or at the end of an epoch",
+    ),
+    ScenarioOption("--at", int, "I", "the micro-batch, from 1, at which it happens"),
+    ScenarioOption("--split", str, "|".join(Split), "who splits the samples among the ranks"),
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -189,7 +214,10 @@ def _of_suite(path: Path, wanted: Sequence[str]) -> list[Scenario]:
 
 
 def _backends(arguments: argparse.Namespace, num_ranks: int) -> Sequence[str]:
-    """The backends to audit; what this machine cannot run is refused if named, else skipped with a line."""
+    """The backends to audit.
+
+    What this machine cannot run is refused if it is named, else skipped with a line.
+    """
     from bench.launch import gpus
 
     device = Device(arguments.device)
@@ -211,7 +239,7 @@ def _backends(arguments: argparse.Namespace, num_ranks: int) -> Sequence[str]:
 
 
 def _folders(arguments: argparse.Namespace) -> tuple[Path, Path] | None:
-    """The folders of --out and --suite, created before anything is measured; None if nothing is to be written."""
+    """The folders of --out and --suite, created before anything is measured; None if not needed."""
     if not (arguments.out or arguments.suite or arguments.scenario):
         return None
     folder = arguments.out or new_folder("semantics")

@@ -1,25 +1,25 @@
-"""``steps``: how many optimizer steps a training takes, by the usual formula and by each backend's rule."""
+"""``steps``: how many optimizer steps a training takes, by formula and by each backend's rule."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 from bench import validation
 from bench.audit.training_plan import TrainingPlan
-from bench.commands.options import add_backend, add_training, chosen_backends, flag
+from bench.commands.options import CommandParsers, add_backend, add_training, chosen_backends, flag
 from bench.errors import GOOD
 
 OPTIONS = {"batch_size": "micro_batch"}
 """Of fields of TrainingPlan, where an option has another name."""
 
 
-def add(commands: Any) -> None:
+def add(commands: CommandParsers) -> None:
     parser = commands.add_parser(
         "steps",
         help="calculate how many optimizer steps each backend takes in a training; trains nothing",
-        description="Calculate the optimizer steps of a training, by the naive formula and by each backend's rule.",
+        description="Calculate the optimizer steps of a training, by the naive formula and by each "
+        "backend's rule.",
     )
     add_training(parser, world_size=1, required=True)
     add_backend(parser)
@@ -45,18 +45,17 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.audit.stepcount_text import by_rule, document, printed_lines
 
     values = vars(arguments) | {"batch_size": arguments.micro_batch}
-    values["max_steps"] = None if arguments.max_steps == -1 else arguments.max_steps
-    values["epochs"] = (
-        1 if arguments.epochs is None and values["max_steps"] is None else arguments.epochs
-    )
-    values = {field: values[field] for field in validation.declared(TrainingPlan)}
+    if arguments.max_steps == -1:
+        values["max_steps"] = None
+    if arguments.epochs is None and values["max_steps"] is None:
+        values["epochs"] = 1
+    fields = {field: values[field] for field in validation.declared(TrainingPlan)}
     training = validation.read(
-        TrainingPlan, values, "", lambda field: flag(OPTIONS.get(field, field))
+        TrainingPlan, fields, "", lambda field: flag(OPTIONS.get(field, field))
     )
     rules = by_rule(training, chosen_backends(arguments.backend), arguments.transformers_version)
-    print(
-        json.dumps(document(training, rules))
-        if arguments.json
-        else "\n".join(printed_lines(training, rules))
-    )
+    if arguments.json:
+        print(json.dumps(document(training, rules)))
+    else:
+        print("\n".join(printed_lines(training, rules)))
     return GOOD

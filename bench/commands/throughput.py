@@ -1,17 +1,16 @@
-"""``throughput``: with which settings Lightning's ThroughputMonitor is right under gradient accumulation."""
+"""``throughput``: with which settings Lightning's ThroughputMonitor is right under accumulation."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from bench import files
 from bench.audit.monitor_grid import MICRO_BATCH_S, OPTIMIZER_S, Epoch, RateVerdict, Strategy
-from bench.commands.options import LARGEST, integer_to, list_of, writable
+from bench.commands.options import LARGEST, CommandParsers, integer_to, list_of, writable
 from bench.errors import BAD, GOOD, InputError
 
 ACCUMULATE = [1, 2, 4, 8]
@@ -35,7 +34,7 @@ DESCRIPTION = (
 )
 
 
-def add(commands: Any) -> None:
+def add(commands: CommandParsers) -> None:
     parser = commands.add_parser(
         "throughput",
         help="audit Lightning's ThroughputMonitor under accumulation",
@@ -43,7 +42,7 @@ def add(commands: Any) -> None:
     )
 
     def option(
-        name: str, read: Callable[[str], Any], metavar: str, words: str, default: Any = None
+        name: str, read: Callable[[str], object], metavar: str, words: str, default: object = None
     ) -> None:
         parser.add_argument(name, type=read, metavar=metavar, help=words, default=default)
 
@@ -178,9 +177,9 @@ def _check_options(arguments: argparse.Namespace, *, given: bool) -> None:
             raise InputError(f"--micro-batches: does not go with --{name}, {why}")
 
 
-def _logs_text(row: dict[str, Any]) -> str:
+def _logs_text(row: Mapping[str, object]) -> str:
     return (
-        f"N = {row['accumulate']}, {row['epoch']}, log_every_n_steps {row['log_every_n_steps']}, window_size "
-        f"{row['window_size']}: {row['num_updates']} optimizer steps, {row['num_logs']} of them logged, "
-        f"{row['num_rates_logged']} with a rate"
+        f"N = {row['accumulate']}, {row['epoch']}, log_every_n_steps {row['log_every_n_steps']}, "
+        f"window_size {row['window_size']}: {row['num_updates']} optimizer steps, "
+        f"{row['num_logs']} of them logged, {row['num_rates_logged']} with a rate"
     )

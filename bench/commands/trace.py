@@ -1,4 +1,4 @@
-"""``trace``: trains one cell of a run again for a few windows, and writes one of them as a Chrome trace."""
+"""``trace``: trains one cell of a run again for a few windows, and writes one as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from bench.commands.options import named
+from bench.commands.options import CommandParsers, named
 from bench.errors import BAD, GOOD, InputError
 from bench.files import writing
 from bench.plan.cell import Cell, Status
@@ -16,14 +15,15 @@ from bench.plan.cell import Cell, Status
 TIMEOUT_S = 1800
 SUFFIXES = (".json.gz",)
 DESCRIPTION = (
-    "Trains one cell of a run again on this machine, and writes one optimizer step, the third, as a Chrome trace for "
-    "Perfetto (ui.perfetto.dev): what torch's profiler saw on every rank, with the window, its micro-batches, forwards "
-    "and optimizer steps as ranges, and collectives with operation, dtype and size. The profiler slows a step down, so "
-    "its times are not those of the run. Exit status 1 if the trial fails."
+    "Trains one cell of a run again on this machine, and writes one optimizer step, the third, as "
+    "a Chrome trace for Perfetto (ui.perfetto.dev): what torch's profiler saw on every rank, with "
+    "the window, its micro-batches, forwards and optimizer steps as ranges, and collectives with "
+    "operation, dtype and size. The profiler slows a step down, so its times are not those of the "
+    "run. Exit status 1 if the trial fails."
 )
 
 
-def add(commands: Any) -> None:
+def add(commands: CommandParsers) -> None:
     parser = commands.add_parser(
         "trace", help="write one step of a cell as a Chrome trace", description=DESCRIPTION
     )
@@ -51,8 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     _refuse(cell)
     settings, corpus = loaded.manifest.settings, None
     if cell.corpus != "markov":
-        corpus = Path(settings.workload.corpus).resolve()
-        found = describe_file(corpus, cell.sequence_length + 1, f"{arguments.run}: corpus")
+        corpus = str(Path(settings.workload.corpus).resolve())
+        found = describe_file(Path(corpus), cell.sequence_length + 1, f"{arguments.run}: corpus")
         if found != cell.corpus:
             raise InputError(
                 f"{arguments.run}: the corpus was {cell.corpus} and is {found}; restore it"
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
             passes=("trace",),
             folder=folder,
             reference="",
-            corpus=None if corpus is None else str(corpus),
+            corpus=corpus,
             threads=threads_per_rank(cell.num_processes, settings.threads),
         )
         try:

@@ -1,13 +1,13 @@
 """Which of the predicted backends is the best, at the N and W that were asked for and at others.
 
 A backend may win if it fits, can run the cell and is not known to be wrong. It fits if the peak and
-the most that was published to be reserved beside such a peak do; if none does, those may win that fit
-beside the least. It is clearly the best
-if its serial step is at most the margin longer than the overlapped steps of all others: whatever
-they hide, none is faster by more. Of several such backends the one with the least peak memory is
-the best. If there is none, it is undecided; what leads then has the shortest serial step. Backends
-with the same estimates do not make each other uncertain. One that offloads cannot win: what it
-copies, and the update on the host, are in no estimate.
+the most that was published to be reserved beside such a peak do; if none does, those may win that
+fit beside the least. It is clearly the best if its serial step is at most the margin longer than
+the overlapped steps of all others: whatever they hide, none is faster by more. Of several such
+backends the one with the least peak memory is the best. If there is none, it is undecided; what
+leads then has the shortest serial step. Backends with the same estimates do not make each other
+uncertain. One that offloads cannot win: what it copies, and the update on the host, are in no
+estimate.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ Choices = Mapping[tuple[int, int], Choice]
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """The cell, and the limits of the machine. Times are estimated if both ``link`` and ``compute_s`` are known."""
+    """The cell, and the limits of the machine.
+
+    Times are estimated if both ``link`` and ``compute_s`` are known.
+    """
 
     cell: Cell
     """With an empty backend."""
@@ -74,7 +77,8 @@ class Question:
     memory_bytes: int | None = None
     """Of a device; None for no limit."""
     reserve_bytes: int | None = None
-    """What of it predictions may not fill; None for what was published (``bench.forecast.fit``), on a GPU."""
+    """What of it predictions may not fill; None for what was published (``bench.forecast.fit``), on
+    a GPU."""
     bf16_parameters: bool = False
     """Whether parameters, gradients and moments are bf16, without fp32 masters."""
 
@@ -86,10 +90,22 @@ class Question:
         return seconds_at_one / self.compute_s
 
     def step(self, prediction: Prediction) -> TimeEstimate:
-        """The estimates of a step; compute takes as long as its FLOP at the rate of the cell that was asked for."""
+        """The estimates of a step; its FLOP are computed at the rate of the cell asked for."""
         assert self.link is not None
         compute, _ = compute_seconds(prediction.cell, self.flops_per_s)
         return communication(prediction.traffic, self.link).beside(compute)
+
+    def rates(self, cell: Cell, step: TimeEstimate) -> dict[str, list[float] | None]:
+        """``tokens_per_s`` and ``mfu`` of a rank, each in a serial and in an overlapped step.
+
+        MFU is None where the peak of the device is unknown.
+        """
+        tokens = [tokens_per_s(cell, step.serial), tokens_per_s(cell, step.overlapped)]
+        mfu = None
+        if self.peak_flops is not None:
+            least_s = model_flops(cell) / self.peak_flops
+            mfu = [least_s / step.serial, least_s / step.overlapped]
+        return {"tokens_per_s": tokens, "mfu": mfu}
 
     def reserved(self, prediction: Prediction) -> ReservedBytes:
         """What must be free beside a peak: what is given, or on a GPU what was published."""
@@ -118,12 +134,17 @@ class Question:
             fitting = [p for p in sound if self.may_fit(p)]
         if not fitting:
             return Choice("")
-        able = {p.name: p for p in fitting}
-        steps = {name: self.step(prediction) for name, prediction in able.items()}
-        rivals = {name: _rivals(step, steps) for name, step in steps.items()}
-        least = min(step.serial for step in steps.values())
-        leading = [name for name in steps if not rivals[name]]
+        able, steps = {}, {}
+        for prediction in fitting:
+            able[prediction.name] = prediction
+            steps[prediction.name] = self.step(prediction)
+        rivals, leading = {}, []
+        for name, step in steps.items():
+            rivals[name] = _rivals(step, steps)
+            if not rivals[name]:
+                leading.append(name)
         if not leading:
+            least = min(step.serial for step in steps.values())
             leading = [name for name, step in steps.items() if step.serial == least]
 
         def rank(name: str) -> tuple[int, float, float]:
@@ -147,17 +168,16 @@ class Question:
                     continue
                 if ranks > self.link.node_size and ranks % self.link.node_size:
                     continue
-                scaled = [
-                    p.scaled(accumulate, int(ranks))
-                    for p in predictions
-                    if p.shards_fit(int(ranks))
-                ]
+                scaled = []
+                for prediction in predictions:
+                    if prediction.shards_fit(int(ranks)):
+                        scaled.append(prediction.scaled(accumulate, int(ranks)))
                 found[accumulate, int(ranks)] = self.choose(scaled)
         return found
 
 
 def _rivals(step: TimeEstimate, steps: Mapping[str, TimeEstimate]) -> tuple[str, ...]:
-    """The backends of those with these steps that may be faster than this one by more than the margin."""
+    """Which of these steps may be shorter than this one by more than the margin, by backend."""
     rivals = []
     for name, other in steps.items():
         if other != step and other.overlapped * (1 + MARGIN) < step.serial:
@@ -168,10 +188,10 @@ def _rivals(step: TimeEstimate, steps: Mapping[str, TimeEstimate]) -> tuple[str,
 def answer(
     question: Question, backends: Sequence[str], *, grouped: bool
 ) -> tuple[list[dict[str, Any]], Choices]:
-    """The predictions as plain values for JSON, one per backend, and if times are estimated what is the best.
+    """The predictions, one per backend, as plain values for JSON; and what is the best.
 
-    ``grouped``: wrappers that equal a mechanism are not considered beside it. The keys, null where
-    nothing is known:
+    ``grouped``: wrappers that equal a mechanism are not considered beside it. Nothing is the best
+    if times are not estimated. The keys, null where nothing is known:
 
     - ``backend``, ``framework``, ``sharding``, ``sync``; ``equals``: the mechanism with which a
       wrapper is grouped; ``refusal``: why it does not run this, ``not_predicted``: why there is no
@@ -203,9 +223,12 @@ def answer(
     choices: Choices = {}
     if question.link is not None and question.compute_s is not None:
         choices = question.table([p for p in predictions if p.name not in equal])
-    return [
-        _as_json(question, p, choices) | {"equals": equal.get(p.name, "")} for p in predictions
-    ], choices
+    rows = []
+    for prediction in predictions:
+        row = _as_json(question, prediction, choices)
+        row["equals"] = equal.get(prediction.name, "")
+        rows.append(row)
+    return rows, choices
 
 
 UNKNOWN = (
@@ -254,11 +277,7 @@ def _as_json(question: Question, prediction: Prediction, choices: Choices) -> di
     if choices and not prediction.offloads:
         step = question.step(prediction)
         values |= {"overlapped_s": step.overlapped, "serial_s": step.serial}
-        both = (step.serial, step.overlapped)
-        values["tokens_per_s"] = [tokens_per_s(prediction.cell, seconds) for seconds in both]
-        if question.peak_flops is not None:
-            most = model_flops(prediction.cell) / question.peak_flops
-            values["mfu"] = [most / seconds for seconds in both]
+        values |= question.rates(prediction.cell, step)
     if (host := prediction.host) is not None:
         values |= {
             "host": host.parts,
@@ -289,17 +308,18 @@ def _place_among(choices: Choices, prediction: Prediction) -> dict[str, Any]:
 
 def _memory_and_traffic(prediction: Prediction) -> dict[str, Any]:
     """What a backend holds and sends."""
-    cell, rows = prediction.cell, []
+    cell, rows, num_calls = prediction.cell, [], 0
     for row in prediction.expectation.collectives:
         wire_bytes = sent_bytes(row.op, row.payload_bytes, cell.group_size(row.group), cell.device)
         rows.append(dataclasses.asdict(row) | {"wire_bytes": wire_bytes})
+        num_calls += row.calls
     return {
         "memory": prediction.memory.parts,
         "peak_memory_bytes": prediction.memory.peak,
         "peak_at": prediction.memory.moment,
         "held": prediction.expectation.held,
         "collectives": rows,
-        "num_calls": sum(row["calls"] for row in rows),
+        "num_calls": num_calls,
         "wire_bytes": prediction.wire_bytes,
     }
 
@@ -310,28 +330,33 @@ LESS_MEMORY = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trade:
-    """A backend that needs less memory than the best, for more time, but less of it than the best's interval."""
+    """A backend that needs less memory than the best, for more time, within the best's interval."""
 
     name: str
     freed_bytes: int
     """By which its peak is smaller."""
     longer: tuple[float, float]
-    """By which shares its steps are longer, of overlapped steps and of serial ones; the smaller first."""
+    """By which shares its steps are longer, of overlapped steps and of serial ones; the smaller
+    first."""
     interval: float
     """By which share the serial step of the best is longer than its overlapped one."""
     larger: Prediction | None = None
-    """The same with as large micro-batches as the freed memory holds; None if it holds none twice as large."""
+    """The same with as large micro-batches as the freed memory holds; None if it holds none twice
+    as large."""
     larger_step: TimeEstimate | None = None
 
 
 def trade(question: Question, backends: Sequence[str], best: str) -> Trade | None:
-    """What needs the least memory for a time that is as good within the interval of the best; None if nothing does.
+    """What needs the least memory for a time within the interval of the best; None if nothing does.
 
     Larger micro-batches keep the global batch, so that there are fewer of them. They fit where a
     limit of memory is given, and without one where the best needs as much.
     """
     predictions = predict(question.cell, backends, bf16_parameters=question.bf16_parameters)
-    by_name = {p.name: p for p in predictions if not p.is_missing and not p.defect}
+    by_name = {}
+    for prediction in predictions:
+        if not prediction.is_missing and not prediction.defect:
+            by_name[prediction.name] = prediction
     peak, step = by_name[best].memory.peak, question.step(by_name[best])
     found: Trade | None = None
     for name, other in by_name.items():
@@ -340,14 +365,16 @@ def trade(question: Question, backends: Sequence[str], best: str) -> Trade | Non
         if freed < LESS_MEMORY * peak or not is_close or (found and freed <= found.freed_bytes):
             continue
         shares = (theirs.overlapped / step.overlapped - 1, theirs.serial / step.serial - 1)
-        larger = _with_larger_micro_batches(question, other, peak)
+        larger, larger_step = _with_larger_micro_batches(question, other, peak), None
+        if larger is not None:
+            larger_step = question.step(larger)
         found = Trade(
             name=name,
             freed_bytes=freed,
             longer=(min(shares), max(shares)),
             interval=step.serial / step.overlapped - 1,
             larger=larger,
-            larger_step=None if larger is None else question.step(larger),
+            larger_step=larger_step,
         )
     return found
 
@@ -355,7 +382,10 @@ def trade(question: Question, backends: Sequence[str], best: str) -> Trade | Non
 def _with_larger_micro_batches(
     question: Question, prediction: Prediction, peak: int
 ) -> Prediction | None:
-    """The same backend with the largest micro-batches that fit, by powers of two; None if twice as large do not."""
+    """The same backend with the largest micro-batches that fit, by powers of two.
+
+    None if twice as large ones do not fit.
+    """
     cell, found = prediction.cell, None
     accumulate = cell.accumulate
     while accumulate % 2 == 0:

@@ -63,7 +63,7 @@ def reserves(*, nccl: bool) -> tuple[Reserve, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ReservedBytes:
-    """What is kept free beside a peak, in bytes: by the least and by the most that was published."""
+    """What is kept free beside a peak, in bytes: by the least and the most that was published."""
 
     least: int
     most: int
@@ -106,11 +106,11 @@ def peaks(cells: Sequence[Cell]) -> dict[str, int]:
 
 
 def too_large(cells: Sequence[Cell], memory_bytes: int, num_gpus: int) -> dict[str, str]:
-    """Why cells on CUDA do not fit into ``num_gpus`` GPUs with so much memory each, by id; only those that do not.
+    """Why cells on CUDA do not fit into so many GPUs with so much memory each, by id.
 
-    Little is kept free: the least that was published. A cell whose reference does not fit could not be checked, and
-    so does not fit either. Ranks that
-    share a GPU (``bench.launch.rank``) are assumed to be at their peaks at the same time.
+    Only those are in it that do not fit. Little is kept free: the least that was published. A cell
+    whose reference does not fit could not be checked, and so does not fit either. Ranks that share
+    a GPU (``bench.launch.rank``) are assumed to be at their peaks at the same time.
     """
     found: dict[str, str] = {}
     for cell in cells:
@@ -166,7 +166,10 @@ def exact_peak(cell: Cell, name: str) -> int:
     if not lacks:
         lacks = backend.missing(cell.device)
     if cell.device is Device.CUDA and not gpus.gpus():
-        lacks = "no GPU is visible; add --device cpu, on which ZeRO has one bucket less and fp32 attention smaller keys"
+        lacks = (
+            "no GPU is visible; add --device cpu, on which ZeRO has one bucket less and fp32 "
+            "attention smaller keys"
+        )
     if lacks:
         raise InputError(f"--exact: {lacks}")
     with Launcher(cell.device) as launcher:

@@ -119,7 +119,7 @@ def footprint(
     *,
     bf16_parameters: bool = False,
 ) -> Footprint:
-    """The memory of the fullest rank at its peak; ``held``: bytes by category as in ``Expectation.held``.
+    """The memory of the fullest rank at its peak; ``held``: bytes as in ``Expectation.held``.
 
     With ``bf16_parameters`` there are no fp32 masters: parameters, gradients and moments are bf16.
     """
@@ -134,9 +134,8 @@ def footprint(
         moments = _replicated(sizes, held)
     fixed = dict(held)
     if backend.sharding is Sharding.OPTIMIZER:
-        fixed["parameters"] = sizes.master * sizes.shard(
-            layout
-        )  # the rest is gathered, and freed by the last backward
+        # The rest is gathered, and freed by the last backward.
+        fixed["parameters"] = sizes.master * sizes.shard(layout)
     at = max(moments, key=lambda moment: moment.total)
     changing = {
         "gradients": at.gradients,
@@ -147,7 +146,7 @@ def footprint(
 
 
 class TensorSizes:
-    """Sizes of the tensors of a window: of activations and work space in bytes, of weights in elements."""
+    """Sizes of a window's tensors: activations and work space in bytes, weights in elements."""
 
     def __init__(
         self, cell: Cell, layout: Layout, backend: type[Backend], *, bf16_parameters: bool = False
@@ -193,9 +192,8 @@ class TensorSizes:
     def key(self) -> int:
         """Width of all key heads, and of all value heads, as attention takes them."""
         if self.cell.device is Device.CUDA and not self.is_bf16:
-            return (
-                self.query
-            )  # they are repeated for each query head (bench/workload/llama.py:attend)
+            # They are repeated for each query head (bench/workload/llama.py:attend).
+            return self.query
         return self.model.num_kv_heads * self.model.head_size
 
     @cached_property
@@ -222,7 +220,7 @@ class TensorSizes:
 
     @cached_property
     def mlp(self) -> int:
-        """Three gradients in the backward of an MLP, less the saved tensor that is freed by then."""
+        """Three gradients in the backward of an MLP, less the saved tensor that is freed then."""
         return self.model.experts_per_token * (self.stream + 2 * self.inner)
 
     @cached_property
@@ -272,7 +270,7 @@ class TensorSizes:
 
     @cached_property
     def outside(self) -> int:
-        """What is saved outside the blocks: the last norm and its result, targets, rotary angles."""
+        """What is saved outside blocks: the last norm and its result, targets, rotary angles."""
         last_norm = self.norm + self.tokens * self.element * self.model.hidden_size
         angles = 2 * self.cell.sequence_length * self.model.head_size * self.residual_element
         return last_norm + 8 * self.tokens + angles
@@ -329,7 +327,7 @@ class TensorSizes:
 
     @cached_property
     def mlp_weight(self) -> int:
-        """Elements of the largest weight of an MLP; of experts, the first two of all in one tensor."""
+        """Elements of the largest weight of an MLP; of experts, the first two are one tensor."""
         weight = self.model.hidden_size * self.model.intermediate_size
         if self.model.num_experts:
             return 2 * self.model.num_experts * weight
@@ -367,7 +365,7 @@ class TensorSizes:
 
 
 def _replicated(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
-    """DDP and a single process: parameters and gradients are whole, and autocast casts the weights."""
+    """DDP and a single process: parameters and gradients are whole, and weights are cast."""
     whole, table = sizes.master * sizes.layout.num_parameters, sizes.master * sizes.table
     before, end, of_head = sizes.before(held["gradients"]), whole, 0
     if issubclass(sizes.backend, DDPBackend) and sizes.backend.bucket_views:
@@ -383,9 +381,8 @@ def _replicated(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]
     casts, head = sizes.cast_blocks + sizes.cast_head, sizes.head
     weight = sizes.master * sizes.mlp_weight
     if sizes.autocast:
-        head = max(
-            head, table + sizes.cast_head + sizes.stream
-        )  # the gradient of the cast is cast to fp32
+        # The gradient of the cast is cast to fp32.
+        head = max(head, table + sizes.cast_head + sizes.stream)
         weight = 6 * sizes.mlp_weight
     late = before
     if sizes.zeroes_late:
@@ -395,9 +392,8 @@ def _replicated(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]
         casts = sizes.cast_blocks // sizes.num_blocks + sizes.cast_head
     yield Moment("loss", before, sizes.saved, sizes.loss + casts)
     yield Moment("head", before, sizes.saved, head + casts)
-    first_product = (
-        sizes.mlp + sizes.stream
-    ) // 2 + weight  # in the backward of the first of three
+    # In the backward of the first of three products.
+    first_product = (sizes.mlp + sizes.stream) // 2 + weight
     in_block = max(sizes.mlp, first_product) + casts - sizes.cast_head
     yield Moment("block", before, sizes.saved_at(0), in_block + of_head)
     yield Moment("embedding", end, 0, sizes.num_table_gradients * table + sizes.stream)
@@ -410,9 +406,9 @@ class UnitSizes:
     def __init__(self, sizes: TensorSizes, backend: type[FSDP2Backend]) -> None:
         layout = formulas.units_of(backend, sizes.layout)
         self.ranks = sizes.cell.group_size(RankGroup.SHARD)
-        padded = {
-            unit: formulas.padded(of_unit, self.ranks) for unit, of_unit in layout.units.items()
-        }
+        padded = {}
+        for unit, of_unit in layout.units.items():
+            padded[unit] = formulas.padded(of_unit, self.ranks)
         self.element, self.master = sizes.element, sizes.master
         self.root = self.last = padded[ROOT]
         """``last``: the one that is reduced last."""
@@ -440,7 +436,7 @@ class UnitSizes:
             self.ahead = self.current
 
     def reduction(self, unit: int) -> int:
-        """The reduction of a unit: its gradients, unless they are sums already, and the two buffers."""
+        """The reduction of a unit: its gradients, unless they are sums already, and two buffers."""
         buffers = self.master * unit + self.master * unit // self.ranks
         if self.sums:
             return buffers
@@ -464,7 +460,7 @@ class UnitSizes:
 def _fsdp2(
     sizes: TensorSizes, backend: type[FSDP2Backend], held: Mapping[str, int]
 ) -> Iterator[Moment]:
-    """Units are gathered, and their gradients reduced in fp32 (torch/distributed/fsdp/_fully_shard).
+    """Units are gathered, and gradients reduced in fp32 (torch/distributed/fsdp/_fully_shard).
 
     An all-gather and a reduce-scatter have buffers of their own. In the backward the next unit is
     gathered ahead, and the input of a reduction lives until the next one. The root is gathered from
@@ -511,18 +507,16 @@ def _fsdp2_end(
     at_end = before
     if sizes.is_single:
         at_end = all_but_last
-    if (
-        units.splits_root
-    ):  # the embedding is gathered ahead, and copied, during the backward of the first block
+    if units.splits_root:
+        # The embedding is gathered ahead, and copied, during the backward of the first block.
         copied = units.reduction(units.block) + units.current + 2 * units.element * units.last
         yield Moment("embedding", at_end - units.summed_last, 0, copied)
     gathered, within = units.element * units.last, 0
     if backend.sharding is Sharding.OPTIMIZER and not sizes.is_single:
         gathered = units.element * units.every  # in all micro-batches but the last
     if sizes.cell.replicate and backend.sync is Sync.EAGER and not sizes.is_single:
-        within = (
-            units.shards
-        )  # which HSDP has reduced within the shard group, until the end of the backward
+        # HSDP has reduced them within the shard group, until the end of the backward.
+        within = units.shards
     num_tables = units.last // sizes.table
     if sizes.tied:
         num_tables = sizes.num_table_gradients
@@ -535,7 +529,7 @@ def _fsdp2_end(
 
 
 class Zero2Sizes:
-    """Partitions, and buckets from which gradients are reduced, in bytes unless elements are named."""
+    """Partitions, and buckets for reduction, in bytes unless elements are named."""
 
     def __init__(
         self, sizes: TensorSizes, backend: type[ZeroBackend], held: Mapping[str, int]
@@ -563,9 +557,8 @@ class Zero2Sizes:
         """Whether a backward collects new gradients, and adds them at its end."""
         self.before = sizes.before(self.kept)
         """Of those that are kept, what is there before the last backward."""
-        if issubclass(
-            backend, Offloading
-        ):  # a bucket at a time, and into a permanent gradient of the masters
+        if issubclass(backend, Offloading):
+            # A bucket at a time, and into a permanent gradient of the masters.
             self.overlap = self.flat = 0
             self.collects = False
             self.kept = held["gradients"]
@@ -575,9 +568,8 @@ class Zero2Sizes:
             if not sizes.offloads:
                 self.before = self.kept
         self.table = sizes.element * sizes.table
-        piece = min(
-            sizes.table, -(-self.bucket // self.partition) * self.partition
-        )  # reduced at once
+        # So much is reduced at once.
+        piece = min(sizes.table, -(-self.bucket // self.partition) * self.partition)
         self.alone = self.table + self.cast * piece
         """A table that is reduced alone, since it is larger than a bucket."""
         if piece < sizes.table:
@@ -587,7 +579,7 @@ class Zero2Sizes:
 def _zero2(
     sizes: TensorSizes, backend: type[ZeroBackend], held: Mapping[str, int]
 ) -> Iterator[Moment]:
-    """Whole flat parameters, a partition of masters and gradients, and buckets from which gradients are reduced.
+    """Whole flat parameters, a partition of masters and gradients, and buckets for reduction.
 
     In fp32 the gradients are those of all parameters that overlap the partition, whole; a backward
     collects new ones and adds them at its end (deepspeed/runtime/zero/stage_1_and_2.py).
@@ -597,7 +589,10 @@ def _zero2(
         yield from _zero2_deferred(sizes, of_stage, held["gradients"])
     else:
         yield from _zero2_eager(sizes, of_stage)
-    yield Moment("step", of_stage.kept, 0, 0 if sizes.is_bf16 else of_stage.flat)
+    flat = of_stage.flat
+    if sizes.is_bf16:
+        flat = 0
+    yield Moment("step", of_stage.kept, 0, flat)
     yield sizes.step(of_stage.flat or of_stage.kept, held["optimizer_state"])
 
 
@@ -645,23 +640,19 @@ def _zero2_eager(sizes: TensorSizes, of_stage: Zero2Sizes) -> Iterator[Moment]:
         saved = 0  # everything is reduced at the end of the backward
     flat = min(of_stage.bucket, layout.num_parameters) * copied + sizes.element * sizes.mlp_weight
     yield Moment("reduce", during, saved, in_reduction + of_head + flat)
-    yield Moment(
-        "embedding", during, 0, buckets + added + sizes.num_table_gradients * of_stage.table
-    )
+    in_embedding = buckets + added + sizes.num_table_gradients * of_stage.table
+    yield Moment("embedding", during, 0, in_embedding)
 
 
 def _zero3(
     sizes: TensorSizes, backend: type[ZeroBackend], held: Mapping[str, int]
 ) -> Iterator[Moment]:
-    """Partitions of everything and a bucket are held; so many parameters are gathered as may be, and a table.
+    """Partitions of everything and a bucket are held; parameters and a table are gathered.
 
-    deepspeed/runtime/zero/stage3.py.
+    As many parameters as may be (deepspeed/runtime/zero/stage3.py).
     """
-    layout, table, whole = (
-        sizes.layout,
-        sizes.element * sizes.table,
-        4 * sizes.layout.num_parameters,
-    )
+    layout, table = sizes.layout, sizes.element * sizes.table
+    whole = 4 * layout.num_parameters
     is_deferred = backend.sync is Sync.DEFERRED
     sums = end = held["gradients"]
     partitions, of_head = sums, 0
@@ -698,10 +689,8 @@ def _zero3(
         yield Moment(
             "reduce", before, sizes.saved_after_block, sizes.stream + of_head + gathered + filled
         )
-    flat = partitions * (
-        not issubclass(backend, Offloading)
-    )  # with offload the masters' gradient is permanent
-    yield sizes.step(partitions, held["optimizer_state"], flat=flat)
+    has_flat = not issubclass(backend, Offloading)  # else the masters' gradient is permanent
+    yield sizes.step(partitions, held["optimizer_state"], flat=partitions * has_flat)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -724,7 +713,9 @@ class HostFootprint:
 def host_footprint(
     cell: Cell, layout: Layout, backend: type[Backend], beside: Mapping[str, int]
 ) -> HostFootprint | None:
-    """The memory of the host; ``beside`` as in ``Expectation.beside``. None where nothing is offloaded to other memory.
+    """The memory of the host; None where nothing is offloaded to other memory.
+
+    ``beside`` is as in ``Expectation.beside``.
 
     At the update the masters' gradient is there under deferred sync too, and ``foreach`` takes the
     root of all second moments at once, as on a device.

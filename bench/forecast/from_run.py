@@ -1,4 +1,4 @@
-"""The link that a run measured before its first trial, and its steps beside those that follow from that link.
+"""The link that a run measured before its first trial, and its steps beside what the link predicts.
 
 A collective for which a rank sends s bytes takes latency + s / rate: the alpha-beta model (Hockney,
 Parallel Computing 20 (1994) 389; for rings: Thakur et al., Int. J. High Perform. Comput. Appl. 19
@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -24,6 +24,7 @@ from bench.grouping import grouped
 from bench.judge.analysis import Analysis
 from bench.judge.expected import settings_of
 from bench.judge.formula_terms import NO_SETTINGS, Settings
+from bench.judge.statistics import Array
 from bench.judge.trial_columns import DASH
 from bench.plan.cell import Cell, Device
 from bench.report.sections import PageSection
@@ -39,6 +40,13 @@ NODE = "node"
 """The link within a node, which is the same in all runs that are fitted together."""
 
 
+class TimedBytes(NamedTuple):
+    """A collective: the bytes that a rank sent, and the seconds that it took."""
+
+    sent: float
+    seconds: float
+
+
 def measured_link(manifest: Manifest, cell: Cell | None = None) -> Link | None:
     """The link between the ranks of a cell, by default between the most ranks on the most nodes.
 
@@ -51,16 +59,18 @@ def measured_link(manifest: Manifest, cell: Cell | None = None) -> Link | None:
 
 
 def fitted_links(manifests: Sequence[Manifest], cell: Cell | None = None) -> list[Link]:
-    """The links of runs that differ in the rate between nodes alone, by one latency and one rate within nodes.
+    """The links of runs that differ in the rate between nodes alone, by one latency.
 
-    A node's rate to others is shared by its ranks. Empty if a run did not time its link, if the
-    time of a link's largest collective is mostly latency, or if the link between nodes comes out
-    faster than the one within a node.
+    They have one rate within nodes. A node's rate to others is shared by its ranks. Empty if a run
+    did not time its link, if the time of a link's largest collective is mostly latency, or if the
+    link between nodes comes out faster than the one within a node.
     """
-    entries = [_timed_entry(manifest, cell) for manifest in manifests]
-    timed = [entry for entry in entries if entry is not None]
-    if len(timed) < len(entries):
-        return []
+    timed = []
+    for manifest in manifests:
+        entry = _timed_entry(manifest, cell)
+        if entry is None:
+            return []
+        timed.append(entry)
     num_nodes = timed[0].num_nodes
     share = 1
     if num_nodes > 1:
@@ -72,9 +82,8 @@ def fitted_links(manifests: Sequence[Manifest], cell: Cell | None = None) -> lis
     within = rates.get(NODE, math.inf)
     if max(rates.values()) > within:
         return []
-    for name, sent in rows.items():
-        most_sent, _ = max(sent)
-        if most_sent < latency_s * rates[name]:
+    for name, collectives in rows.items():
+        if max(collectives).sent < latency_s * rates[name]:
             return []
     links = []
     for number, (manifest, entry) in enumerate(zip(manifests, timed, strict=True)):
@@ -93,9 +102,9 @@ def fitted_links(manifests: Sequence[Manifest], cell: Cell | None = None) -> lis
 
 def _rows_to_fit(
     manifests: Sequence[Manifest], timed: Sequence[MeasuredRates], share: int
-) -> dict[str | int, list[tuple[float, float]]]:
-    """Bytes and seconds of the collectives of each run, by its number, and within nodes of all runs, as NODE."""
-    rows: dict[str | int, list[tuple[float, float]]] = {}
+) -> dict[str | int, list[TimedBytes]]:
+    """The collectives of each run, by its number, and those within nodes of all runs, as NODE."""
+    rows: dict[str | int, list[TimedBytes]] = {}
     for number, (manifest, entry) in enumerate(zip(manifests, timed, strict=True)):
         device = manifest.cells[0].device
         rows[number] = _sent_and_seconds(entry, device)
@@ -108,36 +117,43 @@ def _rows_to_fit(
 
 
 def _timed_entry(manifest: Manifest, cell: Cell | None) -> MeasuredRates | None:
-    """What run.json's ``matmul`` has on the ranks of a cell, by default on the most ranks; None if nothing."""
+    """What was timed between the ranks of a cell, by default the most ranks; None if nothing."""
     if cell is not None:
         return manifest.rates(cell.world_size, cell.num_nodes)
     timed = [entry for entry in manifest.matmul or () if entry.links]
     return max(timed, key=lambda entry: (entry.num_nodes, entry.world_size), default=None)
 
 
-def _sent_and_seconds(entry: MeasuredRates, device: Device) -> list[tuple[float, float]]:
-    """Bytes that a rank sends, and seconds, of each collective of an entry."""
-    return [
-        (sent_bytes(row["op"], row["bytes"], entry.world_size, device), row["seconds"])
-        for row in entry.links
-    ]
+def _sent_and_seconds(entry: MeasuredRates, device: Device) -> list[TimedBytes]:
+    """The collectives of an entry."""
+    found = []
+    for row in entry.links:
+        sent = sent_bytes(row["op"], row["bytes"], entry.world_size, device)
+        found.append(TimedBytes(sent, row["seconds"]))
+    return found
 
 
 def _fit(
-    rows: Mapping[str | int, Sequence[tuple[float, float]]],
+    rows: Mapping[str | int, Sequence[TimedBytes]],
 ) -> tuple[float, dict[str | int, float]]:
-    """Seconds per call of all links, and bytes per second of each, from bytes sent and seconds; none is below 0."""
-    number = np.repeat(range(len(rows)), [len(timed) for timed in rows.values()])
-    sent, seconds = np.concatenate([np.array(timed) for timed in rows.values()]).T
+    """Seconds per call of all links, and bytes per second of each; none is below 0."""
+    places: list[int] = []
+    every: list[TimedBytes] = []
+    starts: list[float] = []
+    for place, timed in enumerate(rows.values()):
+        places += [place] * len(timed)
+        every += timed
+        starts.append(min(row.seconds / row.sent for row in timed))
+    link, (sent, seconds) = np.array(places), np.array(every).T
 
-    def errors(logs: Any) -> Any:
-        return np.log((np.exp(logs[0]) + sent * np.exp(logs[1:])[number]) / seconds)
+    def errors(logs: Array) -> Array:
+        found: Array = np.log((np.exp(logs[0]) + sent * np.exp(logs[1:])[link]) / seconds)
+        return found
 
-    start = np.log([seconds.min(), *(min(s / b for b, s in timed) for timed in rows.values())])
+    start = np.log([seconds.min(), *starts])
     latency_s, *per_byte = np.exp(least_squares(errors, start, loss="soft_l1", f_scale=OUTLIER).x)
-    return float(latency_s), {
-        name: 1 / float(value) for name, value in zip(rows, per_byte, strict=True)
-    }
+    rates = {name: 1 / float(value) for name, value in zip(rows, per_byte, strict=True)}
+    return float(latency_s), rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +186,10 @@ def beside(
     link_of: Callable[[Cell], Link | None],
     settings: Mapping[str, Settings],
 ) -> Groups:
-    """Measured steps beside their predictions; ``settings`` by cell id (``bench.judge.expected.settings_of``)."""
+    """Measured steps beside their predictions; ``settings`` are by cell id.
+
+    Those are what ``bench.judge.expected.settings_of`` returns.
+    """
     alike = grouped((dataclasses.replace(cell, backend="", replicate=0), cell) for cell in seconds)
     groups = []
     for cells in alike.values():
@@ -182,16 +201,18 @@ def beside(
             if estimate is not None:
                 sent[cell] = estimate
         order = sorted(sent, key=lambda cell: (sent[cell].serial, seconds[cell]))
-        if len(order) > 1:
-            compute = max(0.0, seconds[order[0]] - sent[order[0]].serial)
-            groups.append(
-                [PredictedStep(cell, link, seconds[cell], compute, sent[cell]) for cell in order]
-            )
+        if len(order) < 2:
+            continue
+        compute = max(0.0, seconds[order[0]] - sent[order[0]].serial)
+        group = []
+        for cell in order:
+            group.append(PredictedStep(cell, link, seconds[cell], compute, sent[cell]))
+        groups.append(group)
     return groups
 
 
 def section(data: Analysis) -> PageSection | None:
-    """Measured steps against predicted ones, as a section of the report; None if nothing is predicted."""
+    """Measured steps against predicted ones, as a section of the report; None without any."""
     manifest = data.run.manifest
     times = {row.cell: row.step_time_s for row in data.rows.values() if row.step_time_s is not None}
     groups = beside(
@@ -200,38 +221,35 @@ def section(data: Analysis) -> PageSection | None:
     if not groups:
         return None
     rows, sentences = [], []
-    for group in groups:
-        link = group[0].link
-        sentences.append(
-            f"The link has {link} per rank and {1e6 * link.latency_s:.4g} us per call, {link.source}."
-        )
-        for step in group:
-            times_s = (
-                step.measured,
-                step.compute,
-                step.communication.serial,
-                step.step.overlapped,
-                step.step.serial,
-            )
-            deviation = f"{100 * step.deviation:+z.1f}"
-            if step is group[0]:
-                deviation = DASH
-            rows.append(
-                (
-                    data.run.labels[step.cell.cell_id],
-                    *(f"{seconds:.4g}" for seconds in times_s),
-                    deviation,
-                )
-            )
     off: list[float] = []
     for group in groups:
-        off += [step.deviation for step in group[1:]]
+        link = group[0].link
+        latency = f"{1e6 * link.latency_s:.4g} us per call"
+        sentences.append(f"The link has {link} per rank and {latency}, {link.source}.")
+        for step in group:
+            deviation = DASH
+            if step is not group[0]:
+                off.append(step.deviation)
+                deviation = f"{100 * step.deviation:+z.1f}"
+            row = [
+                data.run.labels[step.cell.cell_id],
+                f"{step.measured:.4g}",
+                f"{step.compute:.4g}",
+                f"{step.communication.serial:.4g}",
+                f"{step.step.overlapped:.4g}",
+                f"{step.step.serial:.4g}",
+                deviation,
+            ]
+            rows.append(row)
     least, middle, most = 100 * min(off), 100 * median(off), 100 * max(off)
     sentences += [
-        "Compute is the step of the cell that communicates least, of those with equal work, less its communication.",
-        "Overlapped is max(compute, communication), serial is compute + communication. Both are estimates without what "
-        "the host does between collectives and without waiting for slower ranks.",
-        f"The other steps are off serial by {least:+z.0f} %, {middle:+z.0f} %, {most:+z.0f} % (least, median, most).",
+        "Compute is the step of the cell that communicates least, of those with equal work, less "
+        "its communication.",
+        "Overlapped is max(compute, communication), serial is compute + communication. Both are "
+        "estimates without what the host does between collectives and without waiting for slower "
+        "ranks.",
+        f"The other steps are off serial by {least:+z.0f} %, {middle:+z.0f} %, {most:+z.0f} % "
+        "(least, median, most).",
     ]
     return PageSection(
         key="prediction",

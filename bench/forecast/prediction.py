@@ -1,7 +1,7 @@
-"""What an optimizer step takes on a backend, by prediction: memory, collectives, and two estimates of its time.
+"""What an optimizer step takes on a backend, by prediction: memory, collectives, and its time.
 
-Memory comes from ``bench.forecast.footprint``, collectives from ``bench.judge.formulas``. The rest
-is arithmetic:
+Memory comes from ``bench.forecast.footprint``, collectives from ``bench.judge.formulas``. The rest,
+with two estimates of the time, is arithmetic:
 
 - wire bytes are those of ring algorithms, derived and not measured
   (``bench.judge.formulas.wire_bytes``), and 0 at W = 1. A rank sends a share of them within its
@@ -70,7 +70,8 @@ class Link:
         between = rate(self.bytes_per_s)
         if self.node_size == 1:
             return between
-        return f"{rate(self.intra_bytes_per_s)} within nodes of {self.node_size} and {between} between them"
+        within = rate(self.intra_bytes_per_s)
+        return f"{within} within nodes of {self.node_size} and {between} between them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +103,11 @@ class Traffic:
         return self.wire_bytes - inter, inter
 
     def seconds(self, link: Link) -> tuple[float, float]:
-        """Seconds on the link within a node, and on the one between nodes, each with its latency."""
+        """Seconds on the link within a node, and on the one between nodes, with its latency."""
         intra, inter = self.levels(link.node_size)
-        return self._on_level(intra, link.intra_bytes_per_s, link), self._on_level(
-            inter, link.bytes_per_s, link
-        )
+        within_node = self._on_level(intra, link.intra_bytes_per_s, link)
+        between_nodes = self._on_level(inter, link.bytes_per_s, link)
+        return within_node, between_nodes
 
     def _on_level(self, num_bytes: float, bytes_per_s: float, link: Link) -> float:
         """Seconds of so many bytes at this rate; 0 for none, since nothing is called there."""
@@ -159,7 +160,7 @@ class Prediction:
         return self.backend.name
 
     def scaled(self, accumulate: int, world_size: int | None = None) -> Prediction:
-        """The same at another N and W, with the same micro-batch, and with shards of HSDP as large as before."""
+        """The same at another N and W, with micro-batch and shards of HSDP as large as before."""
         cell = self.cell
         if world_size is None:
             world_size = cell.world_size
@@ -177,7 +178,7 @@ class Prediction:
         return dataclasses.replace(self, cell=cell)
 
     def shards_fit(self, world_size: int) -> bool:
-        """Whether HSDP can have several replicas of the same shards on so many ranks; True for all other backends."""
+        """Whether HSDP can have several replicas of its shards on so many ranks, or need not."""
         if not self.cell.replicate:
             return True
         shards = self.cell.group_size(RankGroup.SHARD)
@@ -246,7 +247,7 @@ class Prediction:
         return tuple(found)
 
     def _with(self, traffic: Traffic | None, row: Collective) -> Traffic:
-        """The traffic of a kind of group so far, None if there is none, and what a rank sends by a collective."""
+        """The traffic of a kind of group so far, None if there is none, and of a collective."""
         ranks, stride = self.cell.group_size(row.group), 1
         if row.group == RankGroup.REPLICATE:  # which has the ranks with the same shard
             stride = self.cell.group_size(RankGroup.SHARD)
@@ -277,11 +278,11 @@ class Prediction:
 
     @cached_property
     def host(self) -> HostFootprint | None:
-        """A rank's memory of the host, and what is copied; None where nothing is offloaded from a device."""
+        """A rank's memory of the host, and what is copied; None where nothing is offloaded."""
         return host_footprint(self.cell, self.layout, self.backend, self.expectation.beside)
 
     def equals(self, other: Prediction) -> bool:
-        """Whether both shard alike, reduce at the same times, and hold and send the same but for EQUAL."""
+        """Whether both shard and reduce alike, and hold and send the same but for EQUAL."""
         if self._kind != other._kind:
             return False
         if self.is_missing:
@@ -298,7 +299,7 @@ class Prediction:
 
 
 def in_half_size(expectation: Expectation) -> Expectation:
-    """What is held and sent of fp32 parameters and gradients, if both are bf16 instead; buffers stay as they are."""
+    """What is held and sent if parameters and gradients are bf16, not fp32; buffers stay."""
     rows = []
     for row in expectation.collectives:
         if row.dtype != "float32" or row.op == "broadcast":
@@ -324,7 +325,7 @@ def sent_bytes(op: str, payload_bytes: int, ranks: int, device: Device) -> float
 def predict(
     cell: Cell, backends: Sequence[str], *, bf16_parameters: bool = False
 ) -> list[Prediction]:
-    """One prediction per backend; references are left out, and HSDP where the cell has no replicas."""
+    """One prediction per backend, without references, and without HSDP if there are no replicas."""
     layout = layout_of(cell)
     assert layout is not None, "the command checks the model's name"
     found = []
@@ -345,14 +346,14 @@ def predict(
 def predicted_communication(
     cell: Cell, link: Link, settings: Settings = NO_SETTINGS
 ) -> TimeEstimate | None:
-    """How long a cell communicates per step, as its trials were set; None if it does not, or has no formula."""
+    """How long a cell communicates per step, as its trials were set; None if it does not.
+
+    None also if it has no formula.
+    """
     backend, layout = BUILT_IN.get(cell.backend), layout_of(cell)
-    if (
-        cell.is_reference
-        or backend is None
-        or layout is None
-        or expect(cell, layout, settings=settings) is None
-    ):
+    if cell.is_reference or backend is None or layout is None:
+        return None
+    if expect(cell, layout, settings=settings) is None:
         return None
     traffic = Prediction(cell, backend, layout, settings).traffic
     if traffic:
@@ -390,10 +391,8 @@ def compute_seconds(cell: Cell, flops_per_s: float) -> tuple[float, str]:
     tokens = cell.accumulate * cell.micro_batch_size * cell.sequence_length
     if not cell.activation_checkpointing:
         return flops / flops_per_s, f"{flops:.3g} FLOP"
-    again = (
-        size.recomputed_flops_per_token(
-            cell.sequence_length, selective=cell.selective_checkpointing
-        )
-        * tokens
+    again_per_token = size.recomputed_flops_per_token(
+        cell.sequence_length, selective=cell.selective_checkpointing
     )
+    again = again_per_token * tokens
     return (flops + again) / flops_per_s, f"{flops:.3g} FLOP and {again:.3g} recomputed"

@@ -38,7 +38,8 @@ HOST_COLUMNS = {
 SECONDS = {"comm/s": "communication_s", "overlapped/s": "overlapped_s", "serial/s": "serial_s"}
 """Further columns, each with its key."""
 RATES = {"tokens_per_s": "tok/s/{}", "mfu": "MFU (%)"}
-"""Further columns by key, of which the least and the most are shown; with their titles, ``{}`` for GPU or rank."""
+"""Further columns by key, of which the least and the most are shown; with their titles, ``{}`` for
+GPU or rank."""
 LEVEL_KEYS = {"intra": "intra_bytes", "inter": "inter_bytes"}
 """Columns of a link with two levels, each with its key."""
 REMARKS = {
@@ -51,34 +52,37 @@ REMARKS = {
 }
 """What is said beside a row, by the key that must be set."""
 WRAPPERS = (
-    "= names wrappers that shard alike, reduce at the same times, and hold and send the same within 2 %; --all shows "
-    "their rows."
+    "= names wrappers that shard alike, reduce at the same times, and hold and send the same "
+    "within 2 %; --all shows their rows."
 )
 PEAK = (
-    "Peaks are a closed form: what is held, exactly, and at each moment of a window the activations that autograd "
-    "saves (arXiv:2205.05198; a Llama block with fused attention) and the largest tensors of that moment (other: "
-    "gathered and cast parameters, new gradients, buffers, work space). They are within 5 % in all measured cells of "
-    "models from 135m on, and within 20 % in all of smaller ones (docs/memory-and-bytes.md, which also compares them "
-    "with published peaks). --exact measures the peak of one backend on fake tensors."
+    "Peaks are a closed form: what is held, exactly, and at each moment of a window the "
+    "activations that autograd saves (arXiv:2205.05198; a Llama block with fused attention) and "
+    "the largest tensors of that moment (other: gathered and cast parameters, new gradients, "
+    "buffers, work space). They are within 5 % in all measured cells of models from 135m on, and "
+    "within 20 % in all of smaller ones (docs/memory-and-bytes.md, which also compares them with "
+    "published peaks). --exact measures the peak of one backend on fake tensors."
 )
 """tests/forecast/test_footprint.py checks these figures."""
 ON_THE_HOST = (
-    "host: GiB of a rank in the host's memory at the update; pinned: what of it is page-locked, in tensors, each of "
-    "which torch rounds up to a power of two; to dev, to host: what one optimizer step copies between both. All four "
-    "are closed forms (docs/memory-and-bytes.md). How long the copies and the update on the host take is not "
-    "estimated, so no backend that offloads is recommended by time."
+    "host: GiB of a rank in the host's memory at the update; pinned: what of it is page-locked, "
+    "in tensors, each of which torch rounds up to a power of two; to dev, to host: what one "
+    "optimizer step copies between both. All four are closed forms (docs/memory-and-bytes.md). "
+    "How long the copies and the update on the host take is not estimated, so no backend that "
+    "offloads is recommended by time."
 )
 TIMES = (
-    "overlapped = max(compute, communication): communication is hidden as far as it can be; serial = compute + "
-    "communication: none is. communication = calls x latency + wire bytes / link, with the wire bytes of ring "
-    "algorithms. Both are estimates, not bounds: they leave out what the host does between collectives and waiting for "
-    "slower ranks."
+    "overlapped = max(compute, communication): communication is hidden as far as it can be; "
+    "serial = compute + communication: none is. communication = calls x latency + wire bytes / "
+    "link, with the wire bytes of ring algorithms. Both are estimates, not bounds: they leave out "
+    "what the host does between collectives and waiting for slower ranks."
 )
 LEVELS = (
-    "intra, inter: GiB that a rank sends in one optimizer step within its node and to other nodes. inter is a rank's "
-    "share of its node's network cards, all of which NCCL's rings are assumed to use: with m ranks per node, each "
-    "sends 1/m of its bytes off its node. A collective takes as long as its slower level; overlapped, those of "
-    "different levels run at once (docs/method.md)."
+    "intra, inter: GiB that a rank sends in one optimizer step within its node and to other "
+    "nodes. inter is a rank's share of its node's network cards, all of which NCCL's rings are "
+    "assumed to use: with m ranks per node, each sends 1/m of its bytes off its node. A "
+    "collective takes as long as its slower level; overlapped, those of different levels run at "
+    "once (docs/method.md)."
 )
 ACCURACY = Path(__file__).with_name("link_accuracy.json")
 """An ``EstimateAccuracy``, which ``python -m studies.links`` writes."""
@@ -116,10 +120,11 @@ class EstimateAccuracy:
         if self.num_above_serial <= self.num_steps / 2:
             longer = str(self.num_above_serial)
         return (
-            f"In the CPU runs of results/ {self.num_below_overlapped} of {self.num_steps} steps took less than "
-            f"overlapped, and {longer} took longer than serial, up to {self.longest:.1f} times as long; "
-            f"{self.num_in_order} of {self.num_pairs} pairs of backends that the estimates tell apart were measured in "
-            "that order (results/links/links.md). No GPU run has checked them yet."
+            f"In the CPU runs of results/ {self.num_below_overlapped} of {self.num_steps} steps "
+            f"took less than overlapped, and {longer} took longer than serial, up to "
+            f"{self.longest:.1f} times as long; {self.num_in_order} of {self.num_pairs} pairs of "
+            "backends that the estimates tell apart were measured in that order "
+            "(results/links/links.md). No GPU run has checked them yet."
         )
 
 
@@ -131,20 +136,18 @@ def printed_lines(question: Question, records: Records, choices: Choices) -> Ite
             yield _exact_line(row)
     yield from _recommendation_lines(question, rows, choices)
     yield from ("", *setting_lines(question))
-    yield from (
-        "",
-        "GiB of a rank at its peak, and one optimizer step:",
-        _backend_table(question, records),
-    )
+    yield from ("", "GiB of a rank at its peak, and one optimizer step:")
+    yield _backend_table(question, records)
     for why, names in _names_by_text(_remarks_and_reasons(records)):
         yield from ("", f"{names}: {why}.")
     if choices:
         yield from ("", "The best by N and W (?: undecided, it leads):", _choice_table(choices))
     yield from ("", "Collectives of a step:")
-    predicted = filter(_is_predicted, rows)
-    for text, names in _names_by_text(
-        (_collectives_text(row), row["backend"]) for row in predicted
-    ):
+    collectives = []
+    for row in rows:
+        if _is_predicted(row):
+            collectives.append((_collectives_text(row), str(row["backend"])))
+    for text, names in _names_by_text(collectives):
         yield f"  {names}: {text}"
     for note in _notes(question, records, is_timed=bool(choices)):
         yield from ("", note)
@@ -161,20 +164,24 @@ def _exact_line(row: Mapping[str, Any]) -> str:
     """The measured peak of a backend beside the predicted one."""
     exact, predicted = row["exact_peak_bytes"], row["peak_memory_bytes"]
     beside = f"predicted: {size(predicted)}, {100 * (predicted / exact - 1):+.1f} %"
-    return f"{row['backend']}: {size(exact)} at the peak of rank 0, measured on fake tensors ({beside})."
+    name = f"{row['backend']}: {size(exact)} at the peak of rank 0"
+    return f"{name}, measured on fake tensors ({beside})."
 
 
 def _names_by_text(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     """Each text once, with all names that come with it."""
-    return [(text, ", ".join(names)) for text, names in grouped(pairs).items()]
+    found = []
+    for text, names in grouped(pairs).items():
+        found.append((text, ", ".join(names)))
+    return found
 
 
 def setting_lines(question: Question) -> Iterator[str]:
     """What is trained on how many ranks; then link, compute and memory."""
     cell = question.cell
     trained = (
-        f"model {cell.model} ({model_of(cell).num_parameters / 1e9:.3g} G parameters), {cell.precision}, "
-        f"{cell.optimizer}, {cell.device}"
+        f"model {cell.model} ({model_of(cell).num_parameters / 1e9:.3g} G parameters), "
+        f"{cell.precision}, {cell.optimizer}, {cell.device}"
     )
     if question.bf16_parameters:
         trained += ", bf16 parameters without fp32 masters"
@@ -186,8 +193,8 @@ def setting_lines(question: Question) -> Iterator[str]:
     if cell.replicate:
         ranks += f", R = {cell.replicate} replicas in HSDP"
     yield (
-        f"{trained}, micro-batches of {cell.micro_batch_size} x {cell.sequence_length} tokens; {ranks}, "
-        f"N = {cell.accumulate}: B = {cell.global_batch_size} samples."
+        f"{trained}, micro-batches of {cell.micro_batch_size} x {cell.sequence_length} tokens; "
+        f"{ranks}, N = {cell.accumulate}: B = {cell.global_batch_size} samples."
     )
     if parts := limits(question):
         yield "; ".join(parts) + "."
@@ -223,27 +230,15 @@ def _has_levels(question: Question) -> bool:
 
 
 def _backend_table(question: Question, records: Records) -> str:
-    """The table of backends; sizes in GiB. Wrappers are named beside the mechanism that they equal."""
+    """The table of backends; sizes in GiB. Wrappers are named beside what they equal."""
     wrappers = dict(_names_by_text((row["equals"], _name(row)) for row in records))
-    seconds = [
-        name for name, key in SECONDS.items() if any(row[key] is not None for row in records)
-    ]
-    columns = [*COLUMNS, "peak"]
-    if question.memory_bytes is not None:
-        columns.append("fits")
-    if _has_offload(records):
-        columns += HOST_COLUMNS
-    if _has_levels(question):
-        columns += LEVEL_KEYS
-    columns += seconds
-    rates = [key for key in RATES if any(row[key] is not None for row in records)]
-    columns += rates
+    columns = _columns(question, records)
     titles = [RATES.get(column, column).format(device_word(question)) for column in columns]
     found = []
     for row in records:
         if row["equals"]:
             continue
-        values = ["-" for _ in columns]
+        values = ["-"] * len(columns)
         if _is_predicted(row):
             values = [_value(row, column) for column in columns]
         remarks = [_remark(row)]
@@ -253,6 +248,24 @@ def _backend_table(question: Question, records: Records) -> str:
     return Table.from_rows(["backend", *titles, ""], found, range(1, len(titles) + 1)).text()
 
 
+def _columns(question: Question, records: Records) -> list[str]:
+    """The columns that have something to show."""
+    columns = [*COLUMNS, "peak"]
+    if question.memory_bytes is not None:
+        columns.append("fits")
+    if _has(records, "host_bytes"):
+        columns += HOST_COLUMNS
+    if _has_levels(question):
+        columns += LEVEL_KEYS
+    for name, key in SECONDS.items():
+        if _has(records, key):
+            columns.append(name)
+    for key in RATES:
+        if _has(records, key):
+            columns.append(key)
+    return columns
+
+
 def device_word(question: Question) -> str:
     """What a rank runs on."""
     if question.cell.device is Device.CUDA:
@@ -260,9 +273,9 @@ def device_word(question: Question) -> str:
     return "rank"
 
 
-def _has_offload(records: Records) -> bool:
-    """Whether some backend rests on the host in part."""
-    return any(row["host_bytes"] is not None for row in records)
+def _has(records: Records, key: str) -> bool:
+    """Whether something is known of some backend."""
+    return any(row[key] is not None for row in records)
 
 
 def _name(row: Mapping[str, Any]) -> str:
@@ -281,7 +294,9 @@ def _value(row: Mapping[str, Any], column: str) -> str:
         return _gib(row[of_bytes[column]] or 0)
     if column in SECONDS:
         seconds = row[SECONDS[column]]
-        return "-" if seconds is None else f"{seconds:.4g}"
+        if seconds is None:
+            return "-"
+        return f"{seconds:.4g}"
     if column in RATES:
         return rates_text(column, row[column])
     return fits_text(fits=row["fits"], may_fit=row["may_fit"])
@@ -319,21 +334,28 @@ def _gib(number: float) -> str:
 
 def _remark(row: Mapping[str, Any]) -> str:
     """The first of REMARKS that holds; empty if none does."""
-    return next((remark for key, remark in REMARKS.items() if row[key]), "")
+    for key, remark in REMARKS.items():
+        if row[key]:
+            return remark
+    return ""
 
 
 def _reason(row: Mapping[str, Any]) -> str:
     """Why a backend is refused, not predicted or wrong; empty if it is not."""
-    reasons = (str(row[key]) for key in ("refusal", "not_predicted", "defect"))
-    return next(filter(None, reasons), "")
+    for key in ("refusal", "not_predicted", "defect"):
+        if row[key]:
+            return str(row[key])
+    return ""
 
 
 def _choice_table(choices: Choices) -> str:
     sizes = sorted({world_size for _, world_size in choices})
     rows = []
     for accumulate in sorted({accumulate for accumulate, _ in choices}):
-        texts = [_choice_text(choices[accumulate, world_size]) for world_size in sizes]
-        rows.append([f"N = {accumulate}", *texts])
+        row = [f"N = {accumulate}"]
+        for world_size in sizes:
+            row.append(_choice_text(choices[accumulate, world_size]))
+        rows.append(row)
     return Table.from_rows(["", *(f"W = {world_size}" for world_size in sizes)], rows).text()
 
 
@@ -367,19 +389,25 @@ def _notes(question: Question, records: Records, *, is_timed: bool) -> Iterator[
     if any(row["equals"] for row in records):
         yield WRAPPERS
     yield PEAK
-    if _has_offload(records):
+    if _has(records, "host_bytes"):
         yield ON_THE_HOST
     if cell.selective_checkpointing:
         yield (
-            "Selective checkpointing: blocks keep their input and the results of attention and of every second matrix "
-            "product, and compute the rest once more."
+            "Selective checkpointing: blocks keep their input and the results of attention and of "
+            "every second matrix product, and compute the rest once more."
         )
     elif cell.activation_checkpointing:
-        yield "Activation checkpointing: blocks keep their input, and compute their forward once more."
+        yield (
+            "Activation checkpointing: blocks keep their input, and compute their forward once "
+            "more."
+        )
     if text := reserve_text(question):
         yield text
     if cell.world_size == 1:
-        yield "One rank: the collectives that a framework still calls send nothing and take no time here."
+        yield (
+            "One rank: the collectives that a framework still calls send nothing and take no time "
+            "here."
+        )
     if not is_timed:
         return
     if _has_levels(question):
@@ -389,9 +417,10 @@ def _notes(question: Question, records: Records, *, is_timed: bool) -> Iterator[
     if question.memory_bytes is None:
         others = "any other backend"
     yield (
-        f"best: the serial step is at most {100 * MARGIN:g} % longer than the overlapped step of {others}, and of such "
-        "backends it needs the least memory. Otherwise it is undecided, and the shortest serial step leads. Compute "
-        "grows in proportion to N; the micro-batch is fixed."
+        f"best: the serial step is at most {100 * MARGIN:g} % longer than the overlapped step of "
+        f"{others}, and of such backends it needs the least memory. Otherwise it is undecided, and "
+        "the shortest serial step leads. Compute grows in proportion to N; the micro-batch is "
+        "fixed."
     )
 
 
@@ -399,7 +428,7 @@ TIGHT = "it fits only if less is reserved beside its peak than the most that was
 
 
 def reserve_text(question: Question) -> str:
-    """Which part of the memory is kept free, and why so much; empty if there is no limit or nothing is kept."""
+    """Which part of the memory is kept free, and why so much; empty without a limit."""
     if question.memory_bytes is None:
         return ""
     if question.reserve_bytes is not None:
@@ -415,17 +444,18 @@ def reserve_text(question: Question) -> str:
     if question.cell.replicate:
         parts.append("the second communicator of HSDP is not counted")
     return (
-        f"fits: with the most that is reserved beside a peak; tight: with the least. Reserved: {'; '.join(parts)}. "
-        "--reserve replaces all of it."
+        "fits: with the most that is reserved beside a peak; tight: with the least. Reserved: "
+        f"{'; '.join(parts)}. --reserve replaces all of it."
     )
 
 
 def _trade_text(best: str, traded: Trade) -> str:
-    """What needs less memory than the best for a time that is as good, and what the freed memory could buy."""
-    least, most = (100 * share for share in traded.longer)
+    """What needs less memory than the best for a time that is as good, and what that could buy."""
+    least, most = 100 * traded.longer[0], 100 * traded.longer[1]
     text = (
-        f"Less memory: {traded.name} needs {size(traded.freed_bytes)} less, for {least:.2g} to {most:.2g} % more time; "
-        f"the two estimates of {best} are {100 * traded.interval:.2g} % apart."
+        f"Less memory: {traded.name} needs {size(traded.freed_bytes)} less, for {least:.2g} to "
+        f"{most:.2g} % more time; the two estimates of {best} are {100 * traded.interval:.2g} % "
+        "apart."
     )
     if traded.larger is None or traded.larger_step is None:
         return text
@@ -438,9 +468,13 @@ def _trade_text(best: str, traded: Trade) -> str:
 
 def _recommendation_lines(question: Question, rows: Records, choices: Choices) -> Iterator[str]:
     """What to take, with the reason; if that is undecided, also the command that decides it."""
-    sound = [row for row in rows if not row["defect"]]
-    able = list(filter(_is_predicted, sound))
-    fitting = [row for row in able if row["may_fit"] is not False]
+    able, fitting = [], []
+    for row in rows:
+        if row["defect"] or not _is_predicted(row):
+            continue
+        able.append(row)
+        if row["may_fit"] is not False:
+            fitting.append(row)
     here = choices.get((question.cell.accumulate, question.cell.world_size))
     if not fitting or here is None or not here.best:
         yield f"Recommendation: {_recommendation_by_memory(question, fitting, able)}"
@@ -450,32 +484,42 @@ def _recommendation_lines(question: Question, rows: Records, choices: Choices) -
     if here.equal:
         named = f"{here.best} (equal: {', '.join(here.equal)})"
     takes = (
-        f"{named}: {best['overlapped_s']:.4g} s (overlapped) to {best['serial_s']:.4g} s (serial) per step, "
-        f"{size(best['peak_memory_bytes'])} of memory"
+        f"{named}: {best['overlapped_s']:.4g} s (overlapped) to {best['serial_s']:.4g} s (serial) "
+        f"per step, {size(best['peak_memory_bytes'])} of memory"
     )
     if here.is_tight:
         takes += f", which is tight: {TIGHT}"
     traded = trade(question, [str(row["backend"]) for row in rows], here.best)
     if not here.rivals:
-        yield f"Recommendation: {takes}. By these estimates no other is more than {100 * MARGIN:g} % faster."
+        yield (
+            f"Recommendation: {takes}. By these estimates no other is more than {100 * MARGIN:g} % "
+            "faster."
+        )
         if traded is not None:
             yield _trade_text(here.best, traded)
         return
     fastest = min(row["overlapped_s"] for row in rows if row["backend"] in here.rivals)
-    longer = f"{100 * (best['serial_s'] / fastest - 1):.2g} % longer than the overlapped step of any other"
-    yield f"Recommendation until measured: {takes}. It has the shortest serial step, which is at most {longer}."
+    longer = f"{100 * (best['serial_s'] / fastest - 1):.2g} % longer"
+    yield (
+        f"Recommendation until measured: {takes}. It has the shortest serial step, which is at "
+        f"most {longer} than the overlapped step of any other."
+    )
     if traded is not None:
         yield _trade_text(here.best, traded)
     yield (
-        f"May be faster: {', '.join(here.rivals)}. How much of its communication each hides is not predicted; on the "
-        f"GPUs of one machine it is measured by: {_measuring_command(question.cell, here)}"
+        f"May be faster: {', '.join(here.rivals)}. How much of its communication each hides is not "
+        "predicted; on the GPUs of one machine it is measured by: "
+        f"{_measuring_command(question.cell, here)}"
     )
 
 
 def _recommendation_by_memory(question: Question, fitting: Records, able: Records) -> str:
     """What to take where no time is known, or why nothing can be taken."""
     if not able:
-        return "none; every backend that was asked for is refused, not predicted, or known to be wrong."
+        return (
+            "none; every backend that was asked for is refused, not predicted, or known to be "
+            "wrong."
+        )
     on_device = [row for row in fitting if row["host_bytes"] is None]
     needs = _least_text(question, fitting, on_device or fitting or able, on_device)
     if not fitting:
@@ -512,10 +556,11 @@ def _least_text(question: Question, fitting: Records, rivals: Records, on_device
 
 
 def _measuring_command(cell: Cell, here: Choice) -> str:
-    """The command that measures the backends between which it is undecided; the model is that of the matrix."""
+    """The command that measures what is undecided; the model is that of the matrix."""
     command = (
-        f"python -m bench run --matrix gpu --backend {','.join([here.best, *here.rivals])} --accumulate "
-        f"{cell.accumulate} --micro-batch {cell.micro_batch_size} --precision {cell.precision}"
+        f"python -m bench run --matrix gpu --backend {','.join([here.best, *here.rivals])} "
+        f"--accumulate {cell.accumulate} --micro-batch {cell.micro_batch_size} --precision "
+        f"{cell.precision}"
     )
     if cell.selective_checkpointing:
         return f"{command} --selective-checkpointing on"

@@ -1,4 +1,4 @@
-"""How to accumulate a given global batch: which micro-batch, N, backend and checkpointing, by time and memory.
+"""How to accumulate a global batch: micro-batch, N, backend and checkpointing, by time and memory.
 
 Of all combinations those are worth a thought that no other one beats: by memory, by the overlapped
 step and by the serial one. They are the front. All compute at the same rate, whatever their
@@ -13,17 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.forecast.choice import Question
-from bench.forecast.prediction import (
-    Prediction,
-    TimeEstimate,
-    model_flops,
-    predict,
-    tokens_per_s,
-)
+from bench.forecast.prediction import Prediction, TimeEstimate, predict
 from bench.plan.cell import Cell
 
 CHECKPOINTING = {"none": (False, False), "selective": (True, True), "full": (True, False)}
-"""What is recomputed, with the fields ``activation_checkpointing`` and ``selective_checkpointing`` of a cell."""
+"""What is recomputed, with the fields ``activation_checkpointing`` and ``selective_checkpointing``
+of a cell."""
 MOST_SAMPLES = 64
 """Samples of the largest micro-batch that is considered."""
 
@@ -51,7 +46,9 @@ class Combination:
         """Whether this is at least as good in everything, and better in something."""
         ours = (self.peak, self.step.overlapped, self.step.serial)
         theirs = (other.peak, other.step.overlapped, other.step.serial)
-        return ours != theirs and all(a <= b for a, b in zip(ours, theirs, strict=True))
+        if ours == theirs:
+            return False
+        return all(a <= b for a, b in zip(ours, theirs, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,14 +58,17 @@ class Search:
     combinations: tuple[Combination, ...]
     front: tuple[Combination, ...]
     is_tight: bool
-    """Whether the front fits only if less is reserved beside its peaks than the most that was published."""
+    """Whether the front fits only if less is reserved beside its peaks than the most that was
+    published."""
 
     def to_json(self, question: Question) -> list[dict[str, Any]]:
         """Plain values, one per combination; ``on_front``: whether nothing beats it."""
-        return [
-            combination_json(question, each) | {"on_front": each in self.front}
-            for each in self.combinations
-        ]
+        rows = []
+        for each in self.combinations:
+            row = combination_json(question, each)
+            row["on_front"] = each in self.front
+            rows.append(row)
+        return rows
 
 
 def search(question: Question, batch: int, backends: Sequence[str]) -> Search:
@@ -119,12 +119,11 @@ def _combinations(question: Question, batch: int, backends: Sequence[str]) -> It
 
 
 def combination_json(question: Question, combination: Combination) -> dict[str, Any]:
-    """A combination as plain values; sizes in bytes, times in seconds, ``mfu`` null where the peak is unknown."""
+    """A combination as plain values; sizes in bytes, times in seconds.
+
+    ``mfu`` is null where the peak is unknown.
+    """
     cell, step = combination.cell, combination.step
-    mfu = None
-    if question.peak_flops is not None:
-        most = model_flops(cell) / question.peak_flops
-        mfu = [most / step.serial, most / step.overlapped]
     return {
         "backend": combination.prediction.name,
         "micro_batch": cell.micro_batch_size,
@@ -135,9 +134,5 @@ def combination_json(question: Question, combination: Combination) -> dict[str, 
         "may_fit": combination.may_fit,
         "overlapped_s": step.overlapped,
         "serial_s": step.serial,
-        "tokens_per_s": [
-            tokens_per_s(cell, step.serial),
-            tokens_per_s(cell, step.overlapped),
-        ],
-        "mfu": mfu,
+        **question.rates(cell, step),
     }

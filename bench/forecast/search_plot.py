@@ -1,4 +1,4 @@
-"""The picture of ``predict --batch``: the estimates of a step against peak memory, and the front by name."""
+"""The picture of ``predict --batch``: steps against peak memory, and the front by name."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BEYOND = 1.5
 
 
 def draw(question: Question, found: Search, path: Path) -> None:
-    """Draw all combinations into a PNG: a line from the overlapped to the serial step, with a marker at the latter.
+    """Draw all combinations into a PNG: lines from overlapped to serial steps, where markers are.
 
     Raises InputError if the file cannot be written.
     """
@@ -63,10 +63,10 @@ def draw(question: Question, found: Search, path: Path) -> None:
         axes.set(xlabel="predicted peak of a rank (GiB)", ylabel="predicted optimizer step (s)")
         axes.set_xlim(left=0)
         freeze(figure)
-        names = [
-            PointName(_name(each), (each.peak / GIB, each.step.serial), _colour(each))
-            for each in found.front
-        ]
+        names = []
+        for each in found.front:
+            point = (each.peak / GIB, each.step.serial)
+            names.append(PointName(_name(each), point, _colour(each)))
         name_points(axes, names, DIAGONAL)
         with writing(f"--plot {path}", "name a file that can"):
             save(figure, path.with_suffix(""), words)
@@ -79,16 +79,20 @@ def _words(question: Question, found: Search, num_beyond: int) -> FigureWords:
         notes.append(f"{plural(num_beyond, 'combination')} with more memory are not drawn.")
     if question.memory_bytes is not None:
         notes.append(
-            "Dotted: the memory of a device, of which a part is kept free; only what fits is on the front."
+            "Dotted: the memory of a device, of which a part is kept free; only what fits is on "
+            "the front."
         )
     title = "Nothing fits"
     if found.front:
         title = f"{plural(len(found.front), 'combination')} on the front of time against memory"
     return FigureWords(
         title=title,
-        subtitle=f"By prediction: {cell.model}, B = {cell.global_batch_size} samples of {cell.sequence_length} tokens, "
-        f"W = {cell.world_size}, {cell.precision}. A line is from the overlapped to the serial step; lower left is "
-        "better. At the front: micro-batch x N, and what is checkpointed.",
+        subtitle=(
+            f"By prediction: {cell.model}, B = {cell.global_batch_size} samples of "
+            f"{cell.sequence_length} tokens, W = {cell.world_size}, {cell.precision}. A line is "
+            "from the overlapped to the serial step; lower left is better. At the front: "
+            "micro-batch x N, and what is checkpointed."
+        ),
         footer="",
         notes=notes,
     )
@@ -118,12 +122,15 @@ def _point(axes: Axes, combination: Combination, *, is_on_front: bool) -> None:
 
 def _keys(shown: list[Combination]) -> list[Key]:
     """Frameworks by colour and sync by marker."""
-    backends = {combination.prediction.backend for combination in shown}
+    frameworks, syncs = set(), set()
+    for combination in shown:
+        frameworks.add(combination.prediction.backend.framework)
+        syncs.add(str(combination.prediction.backend.sync))
     keys: list[Key] = []
-    for framework in sorted({backend.framework for backend in backends}):
+    for framework in sorted(frameworks):
         line = Line2D([], [], color=FRAMEWORK_COLOURS.get(framework, GREY))
         keys.append((line, framework))
-    for sync in sorted({str(backend.sync) for backend in backends}):
+    for sync in sorted(syncs):
         marker = SYNC_MARKERS.get(sync, OTHER_MARKER)
         keys.append((Line2D([], [], color=GREY, linestyle="none", marker=marker), sync))
     return keys

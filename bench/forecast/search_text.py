@@ -14,7 +14,7 @@ from bench.forecast.prediction_text import (
     rates_text,
     reserve_text,
 )
-from bench.forecast.search import CHECKPOINTING, Combination, Search, combination_json
+from bench.forecast.search import CHECKPOINTING, Combination, Search
 from bench.formatting import digits, plural, size
 from bench.tabular import Table
 
@@ -22,10 +22,11 @@ GIB = 2**30
 HEADER = ("micro-batch", "N", "backend", "checkpointing", "peak (GiB)", "fits")
 SECONDS = ("overlapped/s", "serial/s")
 NOTES = (
-    "On the front is what nothing else beats: by peak memory, by the overlapped step and by the serial one. Every "
-    "combination computes at the same rate, recomputation included: that a small micro-batch may leave a GPU partly "
-    "idle, and what the host does between kernels, is not predicted. Wrappers are left out unless --all or --backend "
-    "names them, and so is what is known to be wrong or not predicted."
+    "On the front is what nothing else beats: by peak memory, by the overlapped step and by the "
+    "serial one. Every combination computes at the same rate, recomputation included: that a "
+    "small micro-batch may leave a GPU partly idle, and what the host does between kernels, is "
+    "not predicted. Wrappers are left out unless --all or --backend names them, and so is what is "
+    "known to be wrong or not predicted."
 )
 
 
@@ -36,9 +37,9 @@ def search_lines(question: Question, found: Search) -> Iterator[str]:
     yield ""
     tokens = cell.global_batch_size * cell.sequence_length
     yield (
-        f"model {cell.model}, {cell.precision}, {cell.optimizer}, {cell.device}, W = {cell.world_size}: B = "
-        f"{cell.global_batch_size} samples of {cell.sequence_length} tokens, {tokens / 1e6:.3g} M tokens, per "
-        "optimizer step."
+        f"model {cell.model}, {cell.precision}, {cell.optimizer}, {cell.device}, W = "
+        f"{cell.world_size}: B = {cell.global_batch_size} samples of {cell.sequence_length} "
+        f"tokens, {tokens / 1e6:.3g} M tokens, per optimizer step."
     )
     yield "; ".join(limits(question)) + "."
     num_fitting = sum(combination.fits for combination in found.combinations)
@@ -57,9 +58,12 @@ def search_lines(question: Question, found: Search) -> Iterator[str]:
 
 
 def _recommendation(found: Search) -> str:
-    """The fastest of the front by its serial step, and what needs less memory for hardly more time."""
+    """The fastest of the front by its serial step, and what needs less memory for as much time."""
     if not found.front:
-        return "none; nothing fits. Try more ranks, a shorter sequence, or bf16 parameters (--parameters)."
+        return (
+            "none; nothing fits. Try more ranks, a shorter sequence, or bf16 parameters "
+            "(--parameters)."
+        )
     fastest = min(found.front, key=lambda each: (each.step.serial, each.peak))
     text = f"{_named(fastest)}: {_needs(fastest)}. By serial steps it is the fastest that fits"
     if found.is_tight:
@@ -69,7 +73,8 @@ def _recommendation(found: Search) -> str:
     least = min(close, key=lambda each: each.peak)
     if least is fastest:
         return f"{text}."
-    return f"{text}; within {100 * MARGIN:g} % of it the least memory is needed by {_named(least)}: {_needs(least)}."
+    sparing = f"the least memory is needed by {_named(least)}: {_needs(least)}"
+    return f"{text}; within {100 * MARGIN:g} % of it {sparing}."
 
 
 def _named(combination: Combination) -> str:
@@ -78,8 +83,8 @@ def _named(combination: Combination) -> str:
     if combination.checkpointing == "none":
         checkpointing = "no checkpointing"
     return (
-        f"{combination.prediction.name} with micro-batches of {cell.micro_batch_size}, N = {cell.accumulate} and "
-        f"{checkpointing}"
+        f"{combination.prediction.name} with micro-batches of {cell.micro_batch_size}, N = "
+        f"{cell.accumulate} and {checkpointing}"
     )
 
 
@@ -98,7 +103,7 @@ def _front_table(question: Question, found: Search) -> str:
     rows = []
     for combination in found.front:
         cell, step = combination.cell, combination.step
-        values = combination_json(question, combination)
+        rates = question.rates(cell, step)
         row = [
             str(cell.micro_batch_size),
             str(cell.accumulate),
@@ -108,10 +113,10 @@ def _front_table(question: Question, found: Search) -> str:
             fits_text(fits=combination.fits, may_fit=combination.may_fit),
             f"{step.overlapped:.4g}",
             f"{step.serial:.4g}",
-            rates_text("tokens_per_s", values["tokens_per_s"]),
+            rates_text("tokens_per_s", rates["tokens_per_s"]),
         ]
         if question.peak_flops is not None:
-            row.append(rates_text("mfu", values["mfu"]))
+            row.append(rates_text("mfu", rates["mfu"]))
         rows.append(row)
     numbers = [place for place in range(len(header)) if place not in (2, 3, 5)]
     return Table.from_rows(header, rows, numbers).text()

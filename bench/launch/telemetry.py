@@ -156,12 +156,19 @@ def descends(pid: int, ancestor: int) -> bool:
         return False
 
 
+class GpuSummaries(TypedDict):
+    """What ``summarize`` tells of the GPUs of one node."""
+
+    gpus: list[dict[str, object]]
+    notes: list[str]
+
+
 def summarize(
     recording: Mapping[str, Any] | None,
     begin: float | None,
     end: float | None,
     uuids: Sequence[str] = (),
-) -> dict[str, object] | None:
+) -> GpuSummaries | None:
     """Summarize the GPUs between two times of ``time.monotonic()``.
 
     None without a recording or without the times. Covers only the GPUs with the ``uuids``, since

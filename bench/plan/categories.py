@@ -1,4 +1,4 @@
-"""Categories of memory: every live storage belongs to exactly one, so the categories add up to the total.
+"""Categories of memory: every live storage belongs to one, so that they add up to the total.
 
 This module does not import torch, because tables and reports use it.
 """
@@ -18,8 +18,9 @@ COPIED_TO_HOST, COPIED_TO_DEVICE = "copied_to_host", "copied_to_device"
 """Keys of the bytes that are copied between host and device in a window."""
 
 UNTRACKED = "malloc_untracked"
-"""Ending of two more keys, on the CPU: bytes that the process has allocated since before the backend was built, beyond
-those of the tensors that are counted (``bench.measure.process_memory``); at the peak the most in the window."""
+"""Ending of two more keys, on the CPU: bytes that the process has allocated since before the
+backend was built, beyond those of the tensors that are counted (``bench.measure.process_memory``);
+at the peak the most in the window."""
 
 
 class Category(StrEnum):
@@ -38,8 +39,8 @@ class Category(StrEnum):
     OPTIMIZER_STATE = "optimizer_state"
     """All tensors in the inner optimizer's ``state``."""
     COMMUNICATION = "communication"
-    """Inputs and outputs of collectives, and the framework's buffers that are filled for them, or for
-    copies between host and device."""
+    """Inputs and outputs of collectives, and the framework's buffers that are filled for them, or
+    for copies between host and device."""
     ACTIVATIONS = "activations"
     """Allocated between the fetch of a micro-batch and its loss, and in none of the categories
     above."""
@@ -60,4 +61,7 @@ def named(total: str, size: int, parts: Mapping[Category, int]) -> dict[str, int
         raise AssertionError(
             f"categories at the {total} add up to {sum(parts.values())} of {size} bytes"
         )
-    return {total: size, **{f"{total}_{category}": parts.get(category, 0) for category in Category}}
+    found = {total: size}
+    for category in Category:
+        found[f"{total}_{category}"] = parts.get(category, 0)
+    return found

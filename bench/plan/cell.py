@@ -37,7 +37,7 @@ SGD = "sgd"
 the losses."""
 SMALLEST_SHARDS = 2
 """Fewest ranks over which a replica of HSDP is sharded; with one, nothing would be."""
-ADDED_FIELDS: dict[str, Any] = {
+ADDED_FIELDS: dict[str, str | float | bool] = {
     "clip_norm": 0.0,
     "twin": "",
     "virtual": False,
@@ -130,7 +130,8 @@ class Precision(StrEnum):
 class Device(StrEnum):
     """What the ranks run on: ``cpu`` uses gloo; ``cuda`` uses NCCL with one GPU per rank.
 
-    Ranks that share a GPU use NCCL where it works between them, otherwise gloo (``bench.launch.shared_nccl``).
+    Ranks that share a GPU use NCCL where it works between them, otherwise gloo
+    (``bench.launch.shared_nccl``).
     """
 
     CPU = "cpu"
@@ -156,7 +157,7 @@ OTHER_COMMIT = "at "
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One configuration that a trial runs. Cells with equal content have equal ids on every machine."""
+    """One configuration that a trial runs. Equal cells have equal ids on every machine."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -224,7 +225,7 @@ class Cell:
         return has_gpus and (self.shared_nccl or not self.world.shares_gpus)
 
     def group_size(self, group: str) -> int:
-        """Number of ranks in a group; W where a backend has groups of its own, whose sizes are not known."""
+        """Number of ranks in a group; W where a backend has groups of its own, of unknown sizes."""
         if not self.replicate or group == RankGroup.WORLD:
             return self.world_size
         if group == RankGroup.REPLICATE:
@@ -270,9 +271,10 @@ class Cell:
 
         Ids never change: a field of ADDED_FIELDS is left out of the hash while it has its default.
         """
-        content = {
-            name: value for name, value in self.to_dict().items() if ADDED_FIELDS.get(name) != value
-        }
+        content = self.to_dict()
+        for name, default in ADDED_FIELDS.items():
+            if content[name] == default:
+                del content[name]
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
@@ -303,7 +305,7 @@ class Cell:
 
     @property
     def other_commit(self) -> str:
-        """The commit of the bench that trains this twin, of ``run --against``; empty for the running code."""
+        """The commit of the bench that trains this twin; empty for the running code."""
         if self.twin.startswith(OTHER_COMMIT):
             return self.twin.removeprefix(OTHER_COMMIT)
         return ""
@@ -319,7 +321,7 @@ class Cell:
 
     @property
     def _num_slices(self) -> int:
-        """The fewest micro-batches into which a rank's samples divide so that each is a slice or one sample."""
+        """The fewest micro-batches of a rank's samples so that each is a slice or one sample."""
         samples = self.global_batch_size // self.world_size
         most = max(1, SLICE_TOKENS // max(1, self.sequence_length))
         for number in range(1, samples + 1):
@@ -395,12 +397,15 @@ class Cell:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Cell:
-        """The inverse of ``to_dict``. Raises InputError for an unknown or missing key, or an invalid value."""
+        """The inverse of ``to_dict``.
+
+        Raises InputError for an unknown or missing key, or an invalid value.
+        """
         return validation.read(cls, values)
 
 
 def summarize(cells: Iterable[Cell], baseline: str) -> str:
-    """A summary of the cells of a run: ``19 cells: 17 compared with X, 1 reference, 1 A/A twin``."""
+    """A summary of the cells of a run: ``19 cells: 17 compared with X, 2 references``."""
     num_cells = num_compared = num_baseline = num_references = num_twins = num_others = 0
     for cell in cells:
         num_cells += 1

@@ -1,13 +1,13 @@
-"""Expand a matrix into cells: the product of its axes, of each group's axes, references and the A/A twin."""
+"""Expand a matrix into cells: the product of its axes, of each group's, references and a twin."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from bench.errors import InputError, suggest
 from bench.plan.cell import (
@@ -46,7 +46,8 @@ class Expansion:
     cells: list[Cell]
     """Without duplicates: references first, the A/A twin last."""
     once: list[str]
-    """Ids of the cells that run only one trial: those of groups with ``once``, and references on CUDA.
+    """Ids of the cells that run only one trial: those of groups with ``once``, and references on
+    CUDA.
 
     A reference does the same in every trial, and on a GPU it may take longer than everything else.
     """
@@ -61,33 +62,36 @@ def expand(
 ) -> Expansion:
     """The cells of a matrix and its groups.
 
-    Cells in virtual worlds have no reference and come after the real ones; with ``virtual.alone`` there are no real
-    ones. The A/A twin is a copy of the baseline's cell with the most ranks and the largest N, taken from the matrix
-    itself if it has one, otherwise from the first group that has one.
+    Cells in virtual worlds have no reference and come after the real ones; with ``virtual.alone``
+    there are no real ones. The A/A twin is a copy of the baseline's cell with the most ranks and
+    the largest N, taken from the matrix itself if it has one, otherwise from the first group that
+    has one.
 
-    ``num_gpus`` are those of all nodes, which have the same number. ``offered`` are names of further backends, for
-    suggestions in errors.
+    ``num_gpus`` are those of all nodes, which have the same number. ``offered`` are names of
+    further backends, for suggestions in errors.
 
     Raises InputError naming the key whose value cannot be, here or together with others.
     """
     _require_few(matrix, backends)
     corpus = _corpus(matrix)
-    parts = [
-        (part, _part_cells(part, corpus, backends, num_gpus, offered, num_nodes))
-        for part in matrix.parts
-    ]
-    found = [cell for _, cells in parts for cell in cells]
+    parts = []
+    found: list[Cell] = []
+    for part in matrix.parts:
+        of_part = _part_cells(part, corpus, backends, num_gpus, offered, num_nodes)
+        parts.append(ExpandedPart(part, of_part))
+        found += of_part
     used = max((cell.num_nodes for cell in found), default=num_nodes)
     if used < num_nodes:
         place = matrix.place("axes.ranks_per_node")
         raise InputError(
-            f"{place}: no cell uses more than {used} of the {num_nodes} nodes; give fewer ranks per node"
+            f"{place}: no cell uses more than {used} of the {num_nodes} nodes; give fewer ranks "
+            "per node"
         )
     cells = _with_references(found)
     if not cells:
         raise InputError(
-            f"{matrix.place('axes.backend')}: nothing is left to run; {SHARDED_REFERENCE} needs 2 ranks or more, and "
-            "HSDP twice as many as replicas"
+            f"{matrix.place('axes.backend')}: nothing is left to run; {SHARDED_REFERENCE} needs 2 "
+            "ranks or more, and HSDP twice as many as replicas"
         )
     original = _original_of_twin(parts, baseline(matrix, backends))
     if original is not None:
@@ -99,52 +103,62 @@ def _require_few(matrix: Matrix, backends: Mapping[str, Candidate]) -> None:
     """Raise InputError if the axes have too many values to make cells of, before any is made."""
     total = 0
     for part in matrix.parts:
-        axes = [
-            value for key, value in part.values.items() if key.startswith(("axes.", "virtual."))
-        ]
-        lengths = [max(1, len(values)) for values in axes if isinstance(values, list)]
+        combinations = 1
+        for key, value in part.values.items():
+            if key.startswith(("axes.", "virtual.")) and isinstance(value, list):
+                combinations *= max(1, len(value))
         if part["axes.backend"] == "all":
-            lengths.append(len(backends))
-        total += math.prod(lengths)
+            combinations *= len(backends)
+        total += combinations
     if total > MOST_CELLS:
         raise InputError(
-            f"{matrix.source}: its axes have {total:,} combinations; it must have at most {MOST_CELLS:,}, so leave "
-            "out values"
+            f"{matrix.source}: its axes have {total:,} combinations; it must have at most "
+            f"{MOST_CELLS:,}, so leave out values"
         )
 
 
-Parts = Sequence[tuple[Matrix, Sequence[Cell]]]
-"""The matrix without its groups, then each group, with its cells."""
+class ExpandedPart(NamedTuple):
+    """The matrix without its groups, or one of these, with its cells."""
+
+    matrix: Matrix
+    cells: Sequence[Cell]
 
 
 def _with_references(found: Sequence[Cell]) -> list[Cell]:
     """The references of the cells that are checked, these cells, and the others; each cell once."""
-    checked = [cell for cell in found if cell.world.has_values]
-    cells = dict.fromkeys(cell.reference() for cell in checked)
+    checked = []
+    cells: dict[Cell, None] = {}
+    for cell in found:
+        if cell.world.has_values:
+            checked.append(cell)
+            cells.setdefault(cell.reference())
     for cell in (*checked, *found):
         if cell.backend != REFERENCE:
             cells.setdefault(cell)
     return list(cells)
 
 
-def _original_of_twin(parts: Parts, base: str) -> Cell | None:
+def _original_of_twin(parts: Sequence[ExpandedPart], base: str) -> Cell | None:
     """The cell of the baseline that the run has twice; None if no part has a timed one."""
-    for _, cells in parts:
-        others = (cell for cell in cells if not cell.is_reference)
-        of_baseline = (cell for cell in others if cell.backend == base)
-        timed = [cell for cell in of_baseline if cell.world.is_timed]
+
+    def extent(cell: Cell) -> tuple[bool, int, int]:
+        return cell.world.has_all_ranks, cell.world_size, cell.accumulate
+
+    for part in parts:
+        timed = []
+        for cell in part.cells:
+            if cell.backend == base and cell.world.is_timed and not cell.is_reference:
+                timed.append(cell)
         if timed:
-            return max(
-                timed, key=lambda cell: (cell.world.has_all_ranks, cell.world_size, cell.accumulate)
-            )
+            return max(timed, key=extent)
     return None
 
 
-def _single_trial_ids(parts: Parts) -> list[str]:
+def _single_trial_ids(parts: Sequence[ExpandedPart]) -> list[str]:
     alone: dict[Cell, bool] = {}
-    for part, cells in parts:
-        for cell in cells:
-            alone[cell] = alone.get(cell, True) and part["once"]
+    for part in parts:
+        for cell in part.cells:
+            alone[cell] = alone.get(cell, True) and part.matrix["once"]
     for cell in list(alone):
         if cell.device is Device.CUDA and cell.world.has_values:
             alone[cell.reference()] = True
@@ -154,7 +168,10 @@ def _single_trial_ids(parts: Parts) -> list[str]:
 
 
 def _corpus(matrix: Matrix) -> str:
-    """The name of the corpus in cells. Raises InputError if the file cannot be read, or not for the longest sample."""
+    """The name of the corpus in cells.
+
+    Raises InputError if the file cannot be read, or is too short for the longest sample.
+    """
     named: str = matrix["workload.corpus"]
     if named == "markov":
         return named
@@ -183,10 +200,10 @@ def _part_cells(
     if not (matrix["virtual.alone"] and matrix["virtual.world_size"]):
         world_sizes = _world_sizes(matrix, num_gpus)
     meshes = _meshes(matrix, chosen, backends)
-    real = [
-        dataclasses.replace(cell, ranks_per_node=_ranks_per_node(matrix, cell, num_gpus, num_nodes))
-        for cell in _cells(matrix, meshes, corpus, world_sizes, virtual=False)
-    ]
+    real = []
+    for cell in _cells(matrix, meshes, corpus, world_sizes, virtual=False):
+        ranks_per_node = _ranks_per_node(matrix, cell, num_gpus, num_nodes)
+        real.append(dataclasses.replace(cell, ranks_per_node=ranks_per_node))
     virtual = _cells(matrix, meshes, corpus, matrix["virtual.world_size"], virtual=True)
     if matrix["axes.backend"] != "all":
         for cell in virtual:
@@ -195,23 +212,28 @@ def _part_cells(
     return real + virtual
 
 
-def _meshes(
-    matrix: Matrix, chosen: Sequence[str], backends: Mapping[str, Candidate]
-) -> list[tuple[str, int]]:
-    """The backends with their numbers of replicas: an axis of HSDP alone, and 0 for all others."""
+class Mesh(NamedTuple):
+    """A backend with its number of replicas: an axis of HSDP alone, and 0 for all others."""
+
+    backend: str
+    replicas: int
+
+
+def _meshes(matrix: Matrix, chosen: Sequence[str], backends: Mapping[str, Candidate]) -> list[Mesh]:
+    """The chosen backends, each with its numbers of replicas."""
     given: list[int] = matrix["axes.replicate"]
-    found: list[tuple[str, int]] = []
+    found = []
     for name in chosen:
-        usual = backends[name].replicate
-        if usual and given:
-            found += [(name, replicas) for replicas in given]
-        else:
-            found.append((name, usual))
+        replicas = [backends[name].replicate]
+        if backends[name].replicate and given:
+            replicas = given
+        for count in replicas:
+            found.append(Mesh(name, count))
     return found
 
 
 def _chosen(matrix: Matrix, backends: Mapping[str, Candidate]) -> list[str]:
-    """The distinct backend names. ``all`` leaves out the sharded reference, which cells add if they need it."""
+    """The distinct backend names; of ``all`` without the sharded reference, which cells may add."""
     named = matrix["axes.backend"]
     if named == "all":
         return [name for name in backends if name != SHARDED_REFERENCE]
@@ -220,36 +242,34 @@ def _chosen(matrix: Matrix, backends: Mapping[str, Candidate]) -> list[str]:
 
 def _cells(
     matrix: Matrix,
-    meshes: Sequence[tuple[str, int]],
+    meshes: Sequence[Mesh],
     corpus: str,
     world_sizes: Sequence[int],
     *,
     virtual: bool,
 ) -> list[Cell]:
-    """The product of the axes over real or virtual worlds, without duplicates; ``meshes``: backends with replicas."""
+    """The product of the axes over real or virtual worlds, without duplicates."""
     rates = _learning_rates(matrix)
     seeds: list[int] = matrix["axes.seed"]
     if not seeds:
         seeds = [matrix["training.seed"]]
-    more = [name for name in MORE_AXES if name != "replicate"]
-    ways = itertools.product(*(matrix[f"axes.{name}"] for name in more))
-    sizes = [
-        (size, *window)
-        for size in world_sizes
-        for window in _windows(matrix, size, virtual=virtual)
-    ]
+    batches: list[Batch] = []
+    for world_size in world_sizes:
+        batches += _batches(matrix, world_size, virtual=virtual)
     cells: dict[Cell, None] = {}
-    for optimizer, way, seed, precision, (world_size, accumulate, batch), (
-        name,
-        replicas,
-    ) in itertools.product(rates, ways, seeds, matrix["axes.precision"], sizes, meshes):
-        if (virtual and name in REFERENCES) or (world_size == 1 and name == SHARDED_REFERENCE):
+    for optimizer, way, seed, precision, batch, mesh in itertools.product(
+        rates, _ways(matrix), seeds, matrix["axes.precision"], batches, meshes
+    ):
+        is_sharded_reference = mesh.backend == SHARDED_REFERENCE
+        if virtual and mesh.backend in REFERENCES:
+            continue
+        if is_sharded_reference and batch.world_size == 1:
             continue
         cell = Cell(
-            backend=name,
-            accumulate=accumulate,
-            world_size=world_size,
-            global_batch_size=batch,
+            backend=mesh.backend,
+            accumulate=batch.accumulate,
+            world_size=batch.world_size,
+            global_batch_size=batch.global_batch_size,
             sequence_length=matrix["workload.sequence_length"],
             workload=_workload(matrix),
             model=_model(matrix),
@@ -264,52 +284,65 @@ def _cells(
             virtual=virtual,
             fake_tensors=virtual and matrix["virtual.fake_tensors"],
             shared_gpu=matrix["share_gpu"] and not virtual,
-            replicate=replicas,
-            **{
-                field: type(ADDED_FIELDS[field])(value)
-                for field, value in zip(more, way, strict=True)
-            },
+            replicate=mesh.replicas,
+            **way,
         )
         if virtual:
             cell = dataclasses.replace(cell, ranks_per_node=0)
         if not cell.fits_mesh:
             _check_mesh(matrix, cell)
             continue
-        if name == SHARDED_REFERENCE:
+        if is_sharded_reference:
             cell = cell.reference(sharded=True)
         cells.setdefault(cell)
     return list(cells)
 
 
+def _ways(matrix: Matrix) -> list[dict[str, Any]]:
+    """The combinations of MORE_AXES but ``replicate``, as fields of a cell."""
+    names = [name for name in MORE_AXES if name != "replicate"]
+    found = []
+    for values in itertools.product(*(matrix[f"axes.{name}"] for name in names)):
+        way = {}
+        for name, value in zip(names, values, strict=True):
+            way[name] = type(ADDED_FIELDS[name])(value)
+        found.append(way)
+    return found
+
+
 def _check_mesh(matrix: Matrix, cell: Cell) -> None:
     """Raise InputError for an HSDP mesh that was asked for and does not fit the ranks.
 
-    It is left out if it follows from 'all' backends, from 'all' ranks, or from an option beside a file's backends.
+    It is left out if it follows from 'all' backends, from 'all' ranks, or from an option beside a
+    file's backends.
     """
-    key = "virtual.world_size" if cell.virtual else "axes.world_size"
+    key = "axes.world_size"
+    if cell.virtual:
+        key = "virtual.world_size"
     place, named = matrix.place(key), matrix.place("axes.backend")
-    if "all" in (matrix["axes.backend"], matrix[key]) or (
-        place.startswith("--") and not named.startswith("--")
-    ):
+    is_beside_file = place.startswith("--") and not named.startswith("--")
+    if is_beside_file or "all" in (matrix["axes.backend"], matrix[key]):
         return
     raise InputError(
-        f"{place} is {cell.world_size}: {cell.backend} needs a multiple of its {cell.replicate} replicas, at least "
-        f"{SMALLEST_SHARDS * cell.replicate} ranks; change it or {matrix.place('axes.replicate')}"
+        f"{place} is {cell.world_size}: {cell.backend} needs a multiple of its {cell.replicate} "
+        f"replicas, at least {SMALLEST_SHARDS * cell.replicate} ranks; change it or "
+        f"{matrix.place('axes.replicate')}"
     )
 
 
 def baseline(matrix: Matrix, backends: Mapping[str, Candidate]) -> str:
     """The baseline: the backend that is named, otherwise the first of the matrix that can run.
 
-    A backend with a known defect is chosen only if there is no other. Raises InputError if the named backend is not
-    part of the matrix.
+    A backend with a known defect is chosen only if there is no other. Raises InputError if the
+    named backend is not part of the matrix.
     """
     chosen = _chosen(matrix, backends)
     named = matrix["baseline"]
     if named != "auto":
         if named not in chosen:
             raise InputError(
-                f"{matrix.place('baseline')}: '{named}' is not a backend of this matrix; {suggest(named, chosen)}"
+                f"{matrix.place('baseline')}: '{named}' is not a backend of this matrix; "
+                f"{suggest(named, chosen)}"
             )
         return str(named)
     device = Device(matrix["device"])
@@ -322,19 +355,17 @@ def baseline(matrix: Matrix, backends: Mapping[str, Candidate]) -> str:
 
 
 def _model(matrix: Matrix) -> str:
-    """The size of the model; of a workload that an option names without a size, its name: a file's is of another."""
-    named = matrix.place("workload.workload").startswith("--")
-    if (
-        named
-        and matrix["workload.workload"] != LLAMA
-        and not matrix.place("workload.model").startswith("--")
-    ):
-        return display_name(matrix["workload.workload"])
+    """The size of the model; of a workload that an option names without a size, its own name."""
+    workload: str = matrix["workload.workload"]
+    is_named = matrix.place("workload.workload").startswith("--")
+    has_size = matrix.place("workload.model").startswith("--")
+    if is_named and not has_size and workload != LLAMA:
+        return display_name(workload)  # the size in a file is of another workload
     return str(matrix["workload.model"])
 
 
 def _workload(matrix: Matrix) -> str:
-    """The workload as cells name it: of a config of transformers its name and content, not its path."""
+    """The workload in cells: of a config of transformers its name and content, not its path."""
     name = str(matrix["workload.workload"])
     if name.startswith(HUGGING_FACE):
         return name_config(name)
@@ -347,7 +378,8 @@ def _check_workload(matrix: Matrix) -> None:
         model = matrix["workload.model"]
         if model not in SIZES:
             raise InputError(
-                f"{matrix.place('workload.model')}: '{model}' is unknown; {suggest(model, list(SIZES))}"
+                f"{matrix.place('workload.model')}: '{model}' is unknown; "
+                f"{suggest(model, list(SIZES))}"
             )
         return
     try:
@@ -383,7 +415,7 @@ def _world_sizes(matrix: Matrix, num_gpus: int) -> list[int]:
 
 
 def _check_sharing(matrix: Matrix, num_gpus: int) -> None:
-    """Raise InputError if ranks cannot share a GPU: none is present, or their number is not given."""
+    """Raise InputError if ranks cannot share a GPU: none is here, or their number is not given."""
     place = matrix.place("share_gpu")
     on_cuda = matrix["device"] == Device.CUDA
     if num_gpus == 0 or not on_cuda:
@@ -391,17 +423,18 @@ def _check_sharing(matrix: Matrix, num_gpus: int) -> None:
         if not on_cuda:
             here = f"{matrix.place('device')} is '{matrix['device']}'"
         raise InputError(
-            f"{place}: needs a GPU, and {here}; leave it out, or use --matrix gpu on a machine with one"
+            f"{place}: needs a GPU, and {here}; leave it out, or use --matrix gpu on a machine "
+            "with one"
         )
     if matrix["axes.world_size"] == "all":
         raise InputError(
-            f"{matrix.place('axes.world_size')} is 'all', one rank per GPU; with {place} it must be a list of "
-            "integers, such as --world-size 2,4"
+            f"{matrix.place('axes.world_size')} is 'all', one rank per GPU; with {place} it must "
+            "be a list of integers, such as --world-size 2,4"
         )
 
 
 def _ranks_per_node(matrix: Matrix, cell: Cell, num_gpus: int, num_nodes: int) -> int:
-    """Ranks on each node of a real cell; 0 if all are on one. Raises InputError if they do not fit."""
+    """Ranks on each node of a real cell; 0 if all are on one. InputError if they do not fit."""
     place, gpus = matrix.place("axes.ranks_per_node"), num_gpus // num_nodes
     fills = cell.device is Device.CUDA and not cell.shared_gpu
     found = cell.world_size
@@ -417,7 +450,8 @@ def _ranks_per_node(matrix: Matrix, cell: Cell, num_gpus: int, num_nodes: int) -
     if needed > num_nodes:
         here = f"this job has {num_nodes}"
         raise InputError(
-            f"{place}: {cell.world_size} ranks, {found} on each node, need {needed} nodes, and {here}"
+            f"{place}: {cell.world_size} ranks, {found} on each node, need {needed} nodes, and "
+            f"{here}"
         )
     if fills and found > gpus:
         raise InputError(f"{place}: {found} ranks on a node need as many GPUs; each has {gpus}")
@@ -426,31 +460,46 @@ def _ranks_per_node(matrix: Matrix, cell: Cell, num_gpus: int, num_nodes: int) -
     return found
 
 
-def _windows(matrix: Matrix, world_size: int, *, virtual: bool) -> list[tuple[int, int]]:
+class Batch(NamedTuple):
+    """How a global batch is split."""
+
+    world_size: int
+    accumulate: int
+    global_batch_size: int
+
+
+def _batches(matrix: Matrix, world_size: int, *, virtual: bool) -> list[Batch]:
     """N and global batch size of each cell of a world.
 
-    The batch is fixed, and the micro-batch size follows; with N 'auto', N follows from the micro-batch size. If both N
-    and the micro-batch size are given, as always in a virtual world, the batch follows. Raises InputError if the batch
-    is not divisible.
+    The batch is fixed, and the micro-batch size follows; with N 'auto', N follows from the
+    micro-batch size. If both N and the micro-batch size are given, as always in a virtual world,
+    the batch follows. Raises InputError if the batch is not divisible.
     """
     factors, micro_batches = matrix["axes.accumulate"], matrix["axes.micro_batch_size"]
     if factors == "auto" and not micro_batches:
         place = matrix.place("axes.accumulate")
         raise InputError(
-            f"{place} is 'auto', which needs axes.micro_batch_size; give that, or a list of integers"
+            f"{place} is 'auto', which needs axes.micro_batch_size; give that, or a list of "
+            "integers"
         )
     if virtual and not micro_batches:
         micro_batches = [matrix["virtual.micro_batch_size"]]
+    found = []
     if factors != "auto" and micro_batches:
-        return [(n, size * n * world_size) for n in factors for size in micro_batches]
+        for n in factors:
+            for size in micro_batches:
+                found.append(Batch(world_size, n, size * n * world_size))
+        return found
     batch: int = matrix["workload.global_batch_size"]
     if matrix["workload.for_each_rank"]:
         batch *= world_size
-    if factors == "auto":
-        _check_batch(matrix, world_size, "micro-batch", micro_batches)
-        return [(batch // (size * world_size), batch) for size in micro_batches]
-    _check_batch(matrix, world_size, "N", factors)
-    return [(n, batch) for n in factors]
+    if factors != "auto":
+        _check_batch(matrix, world_size, "N", factors)
+        return [Batch(world_size, n, batch) for n in factors]
+    _check_batch(matrix, world_size, "micro-batch", micro_batches)
+    for size in micro_batches:
+        found.append(Batch(world_size, batch // (size * world_size), batch))
+    return found
 
 
 def _learning_rates(matrix: Matrix) -> dict[str, float]:
@@ -473,15 +522,15 @@ def _learning_rates(matrix: Matrix) -> dict[str, float]:
 
 
 def _check_batch(matrix: Matrix, world_size: int, what: str, factors: Sequence[int]) -> None:
-    """Raise InputError if the batch is not divisible by each factor times W, naming the nearest that are."""
+    """Raise InputError if the batch is not divisible by a factor times W, naming what would be."""
     batch, of_rank = matrix["workload.global_batch_size"], matrix["workload.for_each_rank"]
     place = matrix.place("workload.global_batch_size")
     for factor in factors:
         if of_rank:
             if batch % factor:
                 raise InputError(
-                    f"{place} is {batch} for each rank, which is not divisible by {what} = {factor}; use a multiple "
-                    "of it"
+                    f"{place} is {batch} for each rank, which is not divisible by {what} = "
+                    f"{factor}; use a multiple of it"
                 )
             continue
         product = factor * world_size
@@ -489,6 +538,6 @@ def _check_batch(matrix: Matrix, world_size: int, what: str, factors: Sequence[i
             whole = batch // product
             near = [str(product * n) for n in (whole, whole + 1) if n]
             raise InputError(
-                f"{place} is {batch}, which is not divisible by {what} x world size = {factor} x {world_size} = "
-                f"{product}; the nearest that are: {' and '.join(near)}"
+                f"{place} is {batch}, which is not divisible by {what} x world size = {factor} x "
+                f"{world_size} = {product}; the nearest that are: {' and '.join(near)}"
             )

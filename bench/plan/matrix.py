@@ -79,7 +79,8 @@ class AxesTable(MatrixTable):
     accumulate: Annotated[
         Literal["auto"] | Positives,
         Expect(
-            "a list of integers of at least 1, or 'auto': what axes.micro_batch_size leaves of the global batch"
+            "a list of integers of at least 1, or 'auto': what axes.micro_batch_size leaves of "
+            "the global batch"
         ),
     ]
     micro_batch_size: Positives = []
@@ -104,7 +105,8 @@ class AxesTable(MatrixTable):
         list[Natural],
         SOME,
         Expect(
-            "a list of integers: ranks on each of several nodes, or 0 to fill the GPUs of a node before the next"
+            "a list of integers: ranks on each of several nodes, or 0 to fill the GPUs of a node "
+            "before the next"
         ),
     ] = [0]
     replicate: Annotated[
@@ -124,7 +126,7 @@ class VirtualTable(MatrixTable):
 
 
 class PublishedTable(MatrixTable):
-    """A figure that others published of the same training, which the report shows beside the measured ones."""
+    """A figure that others published of the same training, which the report shows, too."""
 
     what: Name
     conditions: Name
@@ -186,22 +188,25 @@ TABLES: Mapping[str, type[MatrixTable]] = {
 }
 
 
-def _flat(document: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(document: Mapping[str, object]) -> dict[str, Any]:
     """The values of a document by table.key."""
     found: dict[str, Any] = {}
     for key, value in document.items():
         if key in TABLES and isinstance(value, dict):
-            found |= {f"{key}.{inner}": of_inner for inner, of_inner in value.items()}
+            for inner, of_inner in value.items():
+                found[f"{key}.{inner}"] = of_inner
         else:
             found[key] = value
     return found
 
 
-DEFAULTS = _flat(
-    MatrixFile.model_construct(
-        None, **{k: table.model_construct() for k, table in TABLES.items()}
-    ).model_dump()
-)
+def _defaults() -> dict[str, Any]:
+    """The defaults of all keys that have one, by table.key."""
+    tables = {name: table.model_construct() for name, table in TABLES.items()}
+    return _flat(MatrixFile.model_construct(None, **tables).model_dump())
+
+
+DEFAULTS = _defaults()
 _TYPES = validation.declared(MatrixFile)
 KEYS = tuple(_TYPES)
 """All allowed keys of a matrix file, as table.key. A single optimizer may also be given under
@@ -219,11 +224,10 @@ def type_of(key: str) -> tuple[Any, bool]:
     kind, is_list = _TYPES[key], False
     while arguments := get_args(kind):
         is_list |= get_origin(kind) is list
-        # Of a union, a number without a fraction is the last, and a word instead of a list the
-        # first.
-        kind = arguments[
-            get_origin(kind) in {Union, UnionType} and get_origin(arguments[0]) is Literal
-        ]
+        is_union = get_origin(kind) in {Union, UnionType}
+        kind = arguments[0]
+        if is_union and get_origin(kind) is Literal:  # a word that may stand instead of a list
+            kind = arguments[1]
     return kind, is_list
 
 
@@ -249,7 +253,7 @@ class Matrix:
     def place(self, key: str) -> str:
         return self.places.get(key, f"{self.source}: {key}")
 
-    def override(self, key: str, value: Any, option: str) -> Matrix:
+    def override(self, key: str, value: object, option: str) -> Matrix:
         """The matrix with another value for a key, without the groups that set the same key.
 
         Raises InputError naming the option if the value is invalid.
@@ -259,7 +263,10 @@ class Matrix:
         return dataclasses.replace(self, values=values, places={**self.places, key: option})
 
     def up_to(self, num_gpus: int, option: str) -> Matrix:
-        """The matrix with the worlds that fit on so many GPUs: all of these if none does, and no group without one."""
+        """The matrix with the worlds that fit on so many GPUs, and no group without one.
+
+        If none fits, the world is that of all GPUs.
+        """
         key = "axes.world_size"
 
         def fitting(sizes: Any) -> Any:
@@ -287,12 +294,11 @@ class Matrix:
         """The matrix without its groups, then each group as a matrix of its own."""
         found = [dataclasses.replace(self, values={**self.values, "groups": []})]
         for number, group in enumerate(self.values["groups"], start=1):
-            places = {**self.places, **{key: _place(self.source, number, key) for key in group}}
-            found.append(
-                dataclasses.replace(
-                    self, values={**self.values, **group, "groups": []}, places=places
-                )
-            )
+            places = dict(self.places)
+            for key in group:
+                places[key] = _place(self.source, number, key)
+            values = {**self.values, **group, "groups": []}
+            found.append(dataclasses.replace(self, values=values, places=places))
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -310,7 +316,10 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Matrix:
-    """Load a shipped matrix by name, or a TOML file. Raises InputError if it cannot be read or is invalid."""
+    """Load a shipped matrix by name, or a TOML file.
+
+    Raises InputError if it cannot be read or is invalid.
+    """
     path, source = Path(name), name
     if name in names():
         path, source = FOLDER / f"{name}.toml", f"{name}.toml"
@@ -320,16 +329,15 @@ def load(name: str) -> Matrix:
         )
     content = files.read(path, f"--matrix {name}", "name a TOML file", MATRIX_BYTES)
     try:
-        document = tomllib.loads(
-            content.decode("utf-8-sig")
-        )  # editors on Windows begin a file with a BOM
+        # Editors on Windows begin a file with a BOM.
+        document = tomllib.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise InputError(f"{source}: is not TOML ({error})") from error
     return parse(document, name=path.stem, source=source)
 
 
-def parse(document: Mapping[str, Any], *, name: str, source: str) -> Matrix:
-    """Parse a TOML document. Raises InputError naming the key that is unknown, missing or invalid."""
+def parse(document: Mapping[str, object], *, name: str, source: str) -> Matrix:
+    """Parse a TOML document. Raises InputError naming a key that is unknown, missing or invalid."""
     groups = document.get("groups")
     if isinstance(groups, list) and len(groups) > MOST_GROUPS:
         raise InputError(
@@ -340,13 +348,14 @@ def parse(document: Mapping[str, Any], *, name: str, source: str) -> Matrix:
     workload = values["workload.workload"]
     if workload != LLAMA and "workload.model" not in given:
         values["workload.model"] = display_name(workload)
-    values["groups"] = [
-        _group(group, number, given, source)
-        for number, group in enumerate(values["groups"], start=1)
-    ]
+    parsed_groups = []
+    for number, group in enumerate(values["groups"], start=1):
+        parsed_groups.append(_group(group, number, given, source))
+    values["groups"] = parsed_groups
     if values["max_repeats"] and values["max_repeats"] < values["repeats"]:
         raise InputError(
-            f"{source}: max_repeats is {values['max_repeats']}; it must be at least repeats, {values['repeats']}"
+            f"{source}: max_repeats is {values['max_repeats']}; it must be at least repeats, "
+            f"{values['repeats']}"
         )
     if {"axes.optimizer", "training.optimizer"} <= given.keys():
         raise InputError(
@@ -356,16 +365,17 @@ def parse(document: Mapping[str, Any], *, name: str, source: str) -> Matrix:
     return Matrix(name=name, source=source, values=values)
 
 
-def settings_of_stored(values: Mapping[str, Any], place: str) -> MatrixFile:
-    """The typed values of the matrix that a run has stored, by table.key; keys of other versions are left out.
+def settings_of_stored(values: Mapping[str, object], place: str) -> MatrixFile:
+    """The typed values of the matrix that a run has stored, by table.key.
 
-    Raises InputError starting with ``place`` if they are not those of a valid matrix.
+    Keys of other versions are left out. Raises InputError starting with ``place`` if the others are
+    not those of a valid matrix.
     """
     known = {key: value for key, value in values.items() if key in KEYS}
     return _parsed(_given(known), f"{place}: matrix: ")
 
 
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+def _given(values: Mapping[str, object]) -> dict[str, object]:
     """The values that differ from their defaults, some of which users may not give."""
     found = dict(values)
     for key, default in DEFAULTS.items():
@@ -375,13 +385,15 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(
-    values: Mapping[str, Any], place: str, name: Callable[[str], str] = str
+    values: Mapping[str, object], place: str, name: Callable[[str], str] = str
 ) -> dict[str, Any]:
-    """The validated values with defaults, by table.key. Raises InputError as ``validation.read``."""
+    """The validated values with defaults, by table.key. Raises as ``validation.read``."""
     return _flat(_parsed(values, place, name).model_dump())
 
 
-def _parsed(values: Mapping[str, Any], place: str, name: Callable[[str], str] = str) -> MatrixFile:
+def _parsed(
+    values: Mapping[str, object], place: str, name: Callable[[str], str] = str
+) -> MatrixFile:
     """The same as tables."""
     document: dict[str, Any] = {table: {} for table in TABLES}
     for key, value in values.items():
@@ -399,9 +411,12 @@ def _place(source: str, number: int, key: str) -> str:
 
 
 def _group(
-    group: Mapping[str, Any], number: int, given: Mapping[str, Any], source: str
+    group: Mapping[str, object], number: int, given: Mapping[str, object], source: str
 ) -> dict[str, Any]:
-    """A group's validated values by table.key. Raises InputError for a key that it may not set or an invalid value."""
+    """A group's validated values by table.key.
+
+    Raises InputError for a key that it may not set, or an invalid value.
+    """
     flat = _flat(group)
     for key in flat:
         if key not in IN_GROUPS and key not in TABLES:

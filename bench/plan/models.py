@@ -1,4 +1,4 @@
-"""Model sizes, workload factories and corpus files that a matrix may name; none of it imports torch."""
+"""Model sizes, workload factories and corpus files that a matrix may name, without torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LlamaSize:
 
     @property
     def num_matrix_parameters(self) -> int:
-        """Parameters of the matrices of one decoder block: attention, gated MLP or all experts, and their router."""
+        """Parameters of a decoder block's matrices: attention, MLP or experts, and their router."""
         attention = self.hidden_size * self.head_size * (2 * self.num_heads + 2 * self.num_kv_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size
         if self.num_experts:
@@ -59,7 +59,7 @@ class LlamaSize:
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters of a block's matrices that each token is multiplied with: of experts, those that it is sent to."""
+        """Parameters of a block's matrices that multiply a token: of experts, its own."""
         unused = self.num_experts - self.experts_per_token
         if not self.num_experts:
             return self.num_matrix_parameters
@@ -96,7 +96,9 @@ class LlamaSize:
         return 6.0 * matrices + attention
 
     def recomputed_flops_per_token(self, sequence_length: int, *, selective: bool = False) -> float:
-        """FLOPs per token that activation checkpointing adds: the forward of all blocks, a third of their model FLOPs.
+        """FLOPs per token that activation checkpointing adds: the forward of all blocks.
+
+        That is a third of their model FLOPs.
 
         This is full recomputation (Korthikanti et al., arXiv:2205.05198, appendix A); the head is
         not recomputed. A selective one recomputes three of a block's seven products: keys, the
@@ -105,9 +107,8 @@ class LlamaSize:
         if selective:
             sizes = (self.num_heads + self.num_kv_heads) * self.head_size + self.intermediate_size
             return 2.0 * self.num_layers * self.hidden_size * sizes
-        return (
-            self.flops_per_token(sequence_length) - 6.0 * self.vocab_size * self.hidden_size
-        ) / 3
+        in_head = 6.0 * self.vocab_size * self.hidden_size
+        return (self.flops_per_token(sequence_length) - in_head) / 3
 
 
 SIZES = {
@@ -143,7 +144,8 @@ SHAPES = {
         4096, 32, 32, 8, 14_336, 32_000, tied=False, num_experts=8, experts_per_token=2
     ),
 }  # fmt: skip
-"""Models that are predicted and not shipped, by the names of their checkpoints, from their ``config.json``."""
+"""Models that are predicted and not shipped, by the names of their checkpoints, from their
+``config.json``."""
 FAMILIES: dict[str, dict[str, int]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8},
@@ -152,8 +154,8 @@ FAMILIES: dict[str, dict[str, int]] = {
     "qwen3": {"head_dim": 128},
     "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8},
 }
-"""Kinds of models whose layout follows from their config, each with the values that a config may leave out
-(transformers 5: the defaults of their configuration classes)."""
+"""Kinds of models whose layout follows from their config, each with the values that a config may
+leave out (transformers 5: the defaults of their configuration classes)."""
 EXPERTS = {
     "mixtral": ("intermediate_size", "num_local_experts"),
     "qwen3_moe": ("moe_intermediate_size", "num_experts"),
@@ -178,12 +180,15 @@ ENTRY_POINTS = "bench.workloads"
 
 
 def _place(name: str) -> str:
-    """The location of a factory that is not shipped, as module:function. Raises InputError if the name is unknown."""
+    """The location of a factory that is not shipped, as module:function.
+
+    Raises InputError if the name is unknown.
+    """
     if ":" in name:
         return name
-    installed = {
-        entry.name: entry.value for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)
-    }
+    installed = {}
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        installed[entry.name] = entry.value
     if name not in installed:
         known = suggest(name, [*installed, LLAMA, "'package.module:factory'"])
         raise InputError(f"workload '{name}': unknown; {known}")
@@ -213,7 +218,8 @@ def sources(name: str) -> list[Path]:
         ) from error
     if found is None:
         raise InputError(
-            f"workload '{name}': there is no module {module}; use 'llama' or 'package.module:factory'"
+            f"workload '{name}': there is no module {module}; use 'llama' or "
+            "'package.module:factory'"
         )
     folders = []
     if package is not None:
@@ -227,9 +233,10 @@ def sources(name: str) -> list[Path]:
 
 
 def find_factory(name: str) -> Callable[..., Any]:
-    """The workload factory ``name`` that is not shipped: an entry point of ``bench.workloads``, or module:function.
+    """The workload factory ``name`` that is not shipped: an entry point, or module:function.
 
-    Raises InputError with the reason if it cannot be imported or called.
+    The group of entry points is ``bench.workloads``. Raises InputError with the reason if it cannot
+    be imported or called.
     """
     module, _, attribute = _place(name).partition(":")
     try:
@@ -240,13 +247,17 @@ def find_factory(name: str) -> Callable[..., Any]:
         ) from error
     if not callable(factory):
         raise InputError(
-            f"workload '{name}': {attribute} is not callable; name a factory that takes a WorkloadSpec"
+            f"workload '{name}': {attribute} is not callable; name a factory that takes a "
+            "WorkloadSpec"
         )
     return factory  # type: ignore[no-any-return]
 
 
 def display_name(workload: str) -> str:
-    """What a workload that is not shipped is called: its own name, or ``hf:NAME`` of the folder or file of a config."""
+    """What a workload that is not shipped is called: its own name, or ``hf:NAME``.
+
+    NAME is that of the folder or file of a config.
+    """
     if not workload.startswith(HUGGING_FACE):
         return workload
     path = config_file(workload).resolve()
@@ -274,7 +285,10 @@ def name_config(name: str) -> str:
 
 
 def config_file(name: str) -> Path:
-    """The file of the config that a workload ``hf:CONFIG`` names, a JSON file or a folder that has ``config.json``."""
+    """The file of the config that a workload ``hf:CONFIG`` names.
+
+    That is a JSON file, or a folder that has ``config.json``.
+    """
     if name in CONFIG_FILES:
         return CONFIG_FILES[name]
     path = Path(name.removeprefix(HUGGING_FACE)).expanduser()
@@ -283,8 +297,11 @@ def config_file(name: str) -> Path:
     return path
 
 
-def read_config(name: str) -> dict[str, Any]:
-    """The config of a workload ``hf:CONFIG``. Raises InputError if it is none of a model of transformers."""
+def read_config(name: str) -> dict[str, object]:
+    """The config of a workload ``hf:CONFIG``.
+
+    Raises InputError if it is none of a model of transformers.
+    """
     path = config_file(name)
     place = f"workload '{name}': {path}"
     text = files.read(path, place, "name a config.json of transformers, or the folder that has it")
@@ -310,9 +327,9 @@ def shape_of(model: str) -> LlamaSize | None:
     return (SIZES | SHAPES).get(model)
 
 
-def _shape_of_config(values: Mapping[str, Any], place: str) -> LlamaSize:
+def _shape_of_config(values: Mapping[str, object], place: str) -> LlamaSize:
     """The shape that a ``config.json`` describes; ``place``: its path."""
-    kind = values["model_type"]
+    kind = str(values["model_type"])
     if kind not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise InputError(

@@ -1,4 +1,4 @@
-"""The order of a run's trials in blocks, and when intervals are checked to decide whether more are needed.
+"""The order of a run's trials in blocks, and when intervals are checked to see if more are needed.
 
 A block is one trial of each open cell. A run starts with all cells and ``repeats`` initial blocks.
 Then it looks at the intervals and continues with the cells whose intervals are too wide, until none
@@ -96,10 +96,10 @@ class InterimAnalysis:
 
 
 def block(cells: Sequence[Cell], repeat: int, seed: str) -> list[Trial]:
-    """One trial of each cell, references first, the others in a seeded shuffle that every second block reverses.
+    """One trial of each cell: references first, the others in a seeded shuffle.
 
-    With the order A B C, C B A, a drift that is linear in time affects all cells of two blocks
-    equally.
+    Every second block reverses that. With the order A B C, C B A, a drift that is linear in time
+    affects all cells of two blocks equally.
     """
     references, others = [], []
     for cell in cells:
@@ -114,7 +114,7 @@ def block(cells: Sequence[Cell], repeat: int, seed: str) -> list[Trial]:
 
 
 def next_look(repeats: int, wanted: int = 0) -> int:
-    """The number of blocks at the next look, at least ``wanted``; even, because blocks come in pairs."""
+    """The number of blocks at the next look, at least ``wanted``; even: blocks come in pairs."""
     while True:
         grown = max(repeats + 1, math.ceil(GROWTH * repeats - 1e-9))
         repeats = grown + grown % 2
@@ -134,7 +134,7 @@ class Schedule:
         looks: Sequence[InterimAnalysis] = (),
         begun: str = "",
     ) -> None:
-        """``once`` are the ids of the cells with a single trial; ``looks`` those of a run that goes on.
+        """``once``: ids of cells with a single trial; ``looks``: those of a run that goes on.
 
         ``begun``, which run it is and when it began, makes its order differ from that of other
         runs of the same seed: what the trial before does to a cell then averages out over a pool.
@@ -144,11 +144,12 @@ class Schedule:
         self.max_repeats = max(settings.repeats, settings.max_repeats)
         self.seed = f"{settings.training.seed}/{begun}"
         self._once = {*once, *(cell.cell_id for cell in self.cells if not cell.world.computes)}
-        """Ids of cells with a single trial; those on fake tensors give the same result every time."""
+        """Ids of cells with a single trial; those on fake tensors give the same every time."""
         self.looks = list(looks)
         if self.known * len(self.cells) > MOST_TRIALS:
             raise InputError(
-                f"{self.known:,} repeats of {len(self.cells)} cells are more than {MOST_TRIALS:,} trials; ask for fewer"
+                f"{self.known:,} repeats of {len(self.cells)} cells are more than {MOST_TRIALS:,} "
+                "trials; ask for fewer"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Worlds: what the ranks of a cell are, and therefore what can be timed and which values are valid."""
+"""Worlds: what the ranks of a cell are, and so what can be timed and which values are valid."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusals:
-    """Why a backend cannot do something that a cell may ask for, each in words; empty for what it can."""
+    """Why a backend cannot do something that a cell may ask for; empty for what it can."""
 
     virtual: str = ""
     """Run as rank 0 of a virtual world (``bench.launch.rank``)."""
@@ -85,7 +85,9 @@ class World(StrEnum):
         return {
             World.REAL: "",
             World.SHARED_GPU: "its ranks shared a GPU: nothing was timed",
-            World.VIRTUAL: "a virtual world: nothing is sent, and the time is that of computing alone",
+            World.VIRTUAL: (
+                "a virtual world: nothing is sent, and the time is that of computing alone"
+            ),
             World.FAKE: "a virtual world of tensors without values: nothing was timed",
         }[self]
 

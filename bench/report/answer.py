@@ -28,14 +28,21 @@ from bench.judge.statistics import trials_to_show
 from bench.judge.verdicts import MAY_DIFFER, Reason, Verdict, num_judged, scope_words
 from bench.measure.host import IDLE_SHARE
 from bench.plan.cell import Cell, Device, Sharding, Status, Sync, summarize
-from bench.report.descriptions import cpu_name, eager_and_deferred, gpu_names, parameters
+from bench.report.descriptions import (
+    cpu_name,
+    eager_and_deferred,
+    gpu_names,
+    one_or_many,
+    parameters,
+)
 from bench.report.ranking import Group, RankedRow, ends_text, groups, interval_text, ratio_text
 
 LONGEST = 240
 """Characters of a reason; the table of failed cells has it in full."""
 UNDECIDED = {
     Reason.WIDE: (
-        "statistically indistinguishable from {}: the interval contains 1, and is wider than the margin"
+        "statistically indistinguishable from {}: the interval contains 1, and is wider than the "
+        "margin"
     ),
     Reason.MANY: "alone, it looks different from {}; among {n} comparisons that may be chance",
     Reason.CONTROL_OFF: "not compared with {}: the A/A pair is off, so the times are suspect",
@@ -137,14 +144,18 @@ def _fastest(data: Analysis, group: Group) -> Iterator[Finding]:
     text = f"{seconds} at {group.short_title}{_scope_words(data)}"
     pairs = data.against(best.backend)
     near_ids = data.not_slower([row.cell_id for row in timed], best.cell_id)
-    near = [row for row in timed if row.cell_id in near_ids]
+    near, named = [], []
+    for row in timed:
+        if row.cell_id in near_ids:
+            near.append(row)
+            named.append(_with_ratio(row.backend, pairs.get(row.cell_id)))
     if near:
-        named = ", ".join(_with_ratio(row.backend, pairs.get(row.cell_id)) for row in near)
-        text += f". Not shown to be slower: {named}"
+        text += f". Not shown to be slower: {', '.join(named)}"
         text += _alone_slower(near, pairs)
     elif others:
         following = others[0]
-        named = _with_ratio(following.backend, pairs.get(following.cell_id))
+        following_text = _with_ratio(following.backend, pairs.get(following.cell_id))
+        text += f". Next: {following_text} times its time"
         text += f". Next: {named} times its time"
     yield good("Fastest correct backend", f"{text}.", subject=best.backend)
 
@@ -158,9 +169,7 @@ def _alone_slower(near: Sequence[CellRow], pairs: Mapping[str, ComparedPair]) ->
             names.append(row.backend)
     if not names:
         return ""
-    looks = "look"
-    if len(names) == 1:
-        looks = "looks"
+    looks = one_or_many(len(names), "looks", "look")
     count = num_judged(pairs.values())
     return f". Alone, {some(names)} {looks} slower; among {count} comparisons that may be chance"
 
@@ -193,7 +202,11 @@ def _least(data: Analysis, group: Group) -> Iterator[Finding]:
         return
     fastest, peak_of_fastest = known[0]
     least = min(peak for _, peak in known)
-    best = [row for row, peak in known if alike(peak, least)]
+    best, names = [], []
+    for row, peak in known:
+        if alike(peak, least):
+            best.append(row)
+            names.append(row.backend)
     text = f"peak memory per rank {size(least)}, at {group.short_title}"
     times: list[float] = []
     if group.is_timed:
@@ -203,7 +216,7 @@ def _least(data: Analysis, group: Group) -> Iterator[Finding]:
         ends = " to ".join(dict.fromkeys(map(digits, (times[0], times[-1]))))
         text += f": {share:.0f} % less than {fastest.backend}"
         text += f", at {ends} times its step time{_scope_words(data)}"
-    yield good("Least memory", f"{text}.", subject=", ".join(row.backend for row in best))
+    yield good("Least memory", f"{text}.", subject=", ".join(names))
 
 
 def _ratios_of(rows: Sequence[CellRow], pairs: Mapping[str, ComparedPair]) -> list[float]:
@@ -241,8 +254,8 @@ def _deferred_against_eager(data: Analysis, group: Group) -> Iterator[Finding]:
         what = f"memory at {group.short_title}"
         if group.is_timed:
             what = f"time and memory at {group.short_title}{_scope_words(data)}"
-        texts = "; ".join(f"{each.deferred} {', '.join(each.brief)}" for each in others)
-        yield note("Other families", f"{what}, deferred / eager: {texts}.")
+        texts = [f"{each.deferred} {', '.join(each.brief)}" for each in others]
+        yield note("Other families", f"{what}, deferred / eager: {'; '.join(texts)}.")
 
 
 def _sync_pairs(data: Analysis, rows: Mapping[str, CellRow]) -> list[tuple[str, str]]:
@@ -395,11 +408,11 @@ def _undecided(data: Analysis, every: Sequence[Group]) -> Iterator[Finding]:
                 places = found.setdefault(question, {})
                 places.setdefault(group.short_title, []).append(row.backend)
     for question in sorted(found, key=lambda question: question.topic):
-        places = found[question]
-        subject = "; ".join(f"{', '.join(names)} at {place}" for place, names in places.items())
-        reasons = {question.reason}
-        command = next_command(data.run, reasons, data.folder, len(data.pool.runs))
-        yield note(question.topic, question.text, subject=subject, command=command)
+        subjects = []
+        for place, names in found[question].items():
+            subjects.append(f"{', '.join(names)} at {place}")
+        command = next_command(data.run, {question.reason}, data.folder, len(data.pool.runs))
+        yield note(question.topic, question.text, subject="; ".join(subjects), command=command)
 
 
 def _open_question(
@@ -438,12 +451,15 @@ def _resolution(data: Analysis) -> Iterator[Finding]:
 
     Only if some comparison is undecided for want of them.
     """
-    rows = [row for row in data.verdicts if row.has_interval]
-    lacks_trials = any(row.reason in (Reason.WIDE, Reason.MANY) for row in rows)
+    times, lacks_trials = [], False
+    for row in data.verdicts:
+        if row.time is not None and row.has_interval:
+            times.append(row.time)
+            lacks_trials |= row.reason in (Reason.WIDE, Reason.MANY)
     if not data.pool.is_single or data.times_unavailable or not lacks_trials:
         return
-    times = [row.time for row in rows if row.time is not None]
-    needed, n = max(map(trials_to_show, times)), min(time.num_trials for time in times)
+    needed = max(map(trials_to_show, times))
+    n = min(time.num_trials for time in times)
     if needed <= n:
         return
     minutes = _minutes_of_trials(data)
@@ -457,8 +473,16 @@ def _resolution(data: Analysis) -> Iterator[Finding]:
 
 def _scope_text(data: Analysis) -> str:
     """What was measured, with which intervals, and what does not follow from the run."""
-    cells = [cell for cell in data.run.cells.values() if not cell.twin]
-    contestants = [cell for cell in cells if not cell.is_reference]
+    counts = data.contestants["num_ok"]
+    bad = set(counts.index) - set(counts[counts > 0].index)
+    cells, contestants, measured = [], [], []
+    for cell_id, cell in data.run.cells.items():
+        if cell_id not in bad:
+            measured.append(cell)
+        if not cell.twin:
+            cells.append(cell)
+            if not cell.is_reference:
+                contestants.append(cell)
     shown = contestants or cells
     is_on_cpu = any(cell.device is Device.CPU for cell in shown)
     parts = [_setting_text(data, shown, is_on_cpu=is_on_cpu), _trials_text(data)]
@@ -467,9 +491,6 @@ def _scope_text(data: Analysis) -> str:
     wide = widest(data.verdicts)
     if wide is not None:
         parts.append(f"widest interval of a ratio {percent(wide)}")
-    counts = data.contestants["num_ok"]
-    bad = set(counts.index) - set(counts[counts > 0].index)
-    measured = [cell for cell_id, cell in data.run.cells.items() if cell_id not in bad]
     parts.append(summarize(measured, data.baseline))
     if bad:
         parts.append(f"{len(bad)} more without a good trial")

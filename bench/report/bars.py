@@ -18,7 +18,7 @@ from bench.formatting import alike, plural, size, some, unit_of
 from bench.plan.categories import PEAK, Category
 from bench.plan.cell import Status
 from bench.report.canvas import Drawing, end_of_axis, name_rows, new_figure
-from bench.report.descriptions import tied_backends, without_sync
+from bench.report.descriptions import one_or_many, tied_backends, without_sync
 from bench.report.figure_data import (
     CONTEXT,
     FACTS,
@@ -86,8 +86,12 @@ def stacked(data: FigureData, cells: pd.DataFrame, bars: StackedBars, title: str
     lines, columns = _shape(len(panels))
     end = end_of_axis(cells[total])
     styles = _visible_parts(cells, bars.colours, end)
-    named = [part for part in styles if (cells[part] > NAMED * end).any()]
-    keys: list[Key] = [(Patch(**styles[part]), part.replace("_", bars.join)) for part in named]
+    named: list[str] = []
+    keys: list[Key] = []
+    for part, style in styles.items():
+        if (cells[part] > NAMED * end).any():
+            named.append(part)
+            keys.append((Patch(**style), part.replace("_", bars.join)))
     note = _note(bars, cells, end)
     if len(named) < len(styles):
         note += f" Parts without a key are below {100 * NAMED:g} % of the axis."
@@ -158,8 +162,8 @@ def without_repeats(panels: Sequence[Panel], columns: list[str]) -> list[Panel]:
         alike.setdefault(values, []).append(panel)
     found = []
     for same in alike.values():
-        title = "; ".join(panel.title for panel in same)
-        found.append(Panel(title, same[0].rows))
+        titles = [panel.title for panel in same]
+        found.append(Panel("; ".join(titles), same[0].rows))
     return found
 
 
@@ -345,25 +349,25 @@ def _beyond(names: Sequence[str]) -> str:
     """The backends whose bars go on beyond the axis."""
     if not names:
         return ""
-    verb = "are"
-    if len(names) == 1:
-        verb = "is"
-    return f"; {some(names)} {verb} beyond the axis"
+    return f"; {some(names)} {one_or_many(len(names), 'is', 'are')} beyond the axis"
 
 
 def _cause(away: Mapping[str, float]) -> str:
     """The category with more than half of what is more, or the two with most and their bytes."""
+    total = 0.0
     more = []
     for name, number in away.items():
         if number > 0:
+            total += number
             more.append((number, _spoken(name)))
     if not more:
         return ""
     more.sort(reverse=True)
     most, name_of_most = more[0]
-    if 2 * most > sum(number for number, _ in more):
+    if 2 * most > total:
         return f", mostly for {name_of_most}"
-    return ": " + " and ".join(f"{size(number)} more for {name}" for number, name in more[:2])
+    texts = [f"{size(number)} more for {name}" for number, name in more[:2]]
+    return f": {' and '.join(texts)}"
 
 
 def _spoken(category: str) -> str:
@@ -454,9 +458,12 @@ def _traffic_title(data: FigureData, cells: pd.DataFrame) -> str:
         return "Payload of collectives (no cell is correct)"
     setting = data.setting_of(good.iloc[0])
     handed = dict(zip(good["cell_id"], floats(good[TOTAL]).tolist(), strict=True))
-    pairs = [pair for pair in sync_pairs(good) if handed[pair[0]] > 0]
+    pairs = []
     shares: dict[str, float] = {}
-    for eager, deferred in pairs:
+    for eager, deferred in sync_pairs(good):
+        if handed[eager] <= 0:
+            continue
+        pairs.append((eager, deferred))
         if handed[deferred] < handed[eager]:
             shares[eager] = 100 * handed[deferred] / handed[eager]
     if shares:
@@ -467,7 +474,8 @@ def _traffic_title(data: FigureData, cells: pd.DataFrame) -> str:
         remain = ends[0]
         if len(set(ends)) > 1:
             remain = f"between {' and '.join(ends)}"
-        return f"{setting}, deferring the sync cuts what {whose} hands to collectives to {remain} %{where}"
+        saved = f"cuts what {whose} hands to collectives to {remain} %"
+        return f"{setting}, deferring the sync {saved}{where}"
     least, most = good.iloc[0], good.iloc[-1]
     if least[TOTAL] == most[TOTAL]:
         return f"{setting}, a rank hands {size(float(least[TOTAL]))} per step to collectives"

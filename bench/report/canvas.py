@@ -274,15 +274,15 @@ def name_points(axes: Axes, names: Sequence[PointName], towards: Sequence[str]) 
         is_last = attempt == NUM_ORDERS
         if is_last:
             fixed["margin"] = 0.0
-        x, y = np.array([name.point for name in order]).T
+        points, texts, colours, inks = [], [], [], []
+        for name in order:
+            points.append(name.point)
+            texts.append(safe(name.text))
+            colours.append(name.colour)
+            inks.append(name.ink)
+        x, y = np.array(points).T
         *_, written, leaders = textalloc.allocate(
-            axes,
-            x,
-            y,
-            [safe(name.text) for name in order],
-            linecolor=[name.colour for name in order],
-            textcolor=[name.ink for name in order],
-            **fixed,
+            axes, x, y, texts, linecolor=colours, textcolor=inks, **fixed
         )
         missing = [name for name, text in zip(order, written, strict=True) if text is None]
         if not missing or is_last:

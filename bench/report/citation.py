@@ -2,14 +2,15 @@
 
 Beside its sentences, which people read, a citation has one line that ``check_citations`` reads
 again, for example ``accumulation-bench:RUN:HASH/CELL value=0.4022 low=0.3965 high=0.4081 n=19
-sha256=...``. It begins with the permanent id, which has the beginning of the hash that pins run.json
-and the journal, of several runs of each with ``+`` between. Older ids have the hash of the journal
-alone, or none, and are still found. ``RUN:HASH/CELL/BASELINE`` is a ratio, ``RUN:HASH/plots/NAME`` a
-figure. ``value`` is the step time in seconds, or the ratio of two; ``low`` and ``high`` are the ends
-of its 95 % interval; ``n`` is the number of good trials, or of blocks; ``runs`` is that of several
-runs, and ``nextlow`` and ``nexthigh`` are where the next one falls; ``bytes`` is the peak memory, and
-``payload`` what a rank hands to collectives in a step; of a ratio, ``memory`` and ``payload`` are the
-ratios of these. ``sha256`` is the whole hash, or of each run; a BibTeX entry has it in ``annote``.
+sha256=...``. It begins with the permanent id, which has the beginning of the hash that pins
+run.json and the journal, of several runs of each with ``+`` between. Older ids have the hash of the
+journal alone, or none, and are still found. ``RUN:HASH/CELL/BASELINE`` is a ratio,
+``RUN:HASH/plots/NAME`` a figure. ``value`` is the step time in seconds, or the ratio of two;
+``low`` and ``high`` are the ends of its 95 % interval; ``n`` is the number of good trials, or of
+blocks; ``runs`` is that of several runs, and ``nextlow`` and ``nexthigh`` are where the next one
+falls; ``bytes`` is the peak memory, and ``payload`` what a rank hands to collectives in a step; of
+a ratio, ``memory`` and ``payload`` are the ratios of these. ``sha256`` is the whole hash, or of
+each run; a BibTeX entry has it in ``annote``.
 """
 
 from __future__ import annotations
@@ -105,11 +106,14 @@ class Citation:
             fields["month"] = MONTHS[int(date[2]) - 1]
         fields["howpublished"] = f"{{{bibtex(f'{SCHEME}, a benchmark of gradient accumulation')}}}"
         fields["note"] = f"{{{self._note()}}}"
-        more = [self.statement, *self.details, f"SHA-256: {self.digest}"]
-        fields["annote"] = f"{{{' '.join(f'{bibtex(sentence)}.' for sentence in more)}}}"
+        sentences = []
+        for sentence in (self.statement, *self.details, f"SHA-256: {self.digest}"):
+            sentences.append(f"{bibtex(sentence)}.")
+        fields["annote"] = f"{{{' '.join(sentences)}}}"
         identifier = urllib.parse.unquote(self.permanent_id)
         lines = [re.sub(r"[^A-Za-z0-9.-]+", "-", identifier).strip("-")]
-        lines += [f"  {name} = {value}" for name, value in fields.items()]
+        for name, value in fields.items():
+            lines.append(f"  {name} = {value}")
         return "@misc{" + ",\n".join(lines) + ",\n}"
 
     def _note(self) -> str:
@@ -135,10 +139,12 @@ class Citation:
         """The whole, with these marks around its subject and around the line for machines."""
         fields = fields_text({**self.machine_fields, "sha256": self.digest})
         line = f"{code}{self.permanent_id} {fields}{code}"
-        every = [*filter(None, [self.warning]), *self.details]
-        details = " ".join(f"{escape(sentence)}." for sentence in every)
+        sentences = list(self.details)
+        if self.warning:
+            sentences.insert(0, self.warning)
+        details = [f"{escape(sentence)}." for sentence in sentences]
         subject = f"{bold}{escape(self.subject)}{bold}"
-        return f"{subject}: {escape(self.statement)}.\n{line}\n{details}"
+        return f"{subject}: {escape(self.statement)}.\n{line}\n{' '.join(details)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -383,8 +389,8 @@ def _work_sentence(row: CellRow) -> str:
 def _machine_sentence(manifest: Manifest) -> str:
     machine = manifest.machine
     words = [machine_words(machine)]
-    drivers = dict.fromkeys(gpu.driver for gpu in machine.gpus if gpu.driver)
-    words += [f"driver {name}" for name in drivers]
+    for driver in dict.fromkeys(gpu.driver for gpu in machine.gpus if gpu.driver):
+        words.append(f"driver {driver}")
     if machine.system:
         words.append(machine.system)
     if manifest.nodes:
@@ -431,16 +437,19 @@ ID = re.compile(
 FIELD = re.compile(r" ([a-z0-9]+)=([\w.+-]*\w)")
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 COPIED = 0.6
-"""Share of the words of a statement from which on the words before an id are taken for a copy of it."""
+"""Share of the words of a statement from which on the words before an id are taken for a copy of
+it."""
 OWN_DIGITS = 3
-"""Digits from which on a number in a sentence of one's own is held against those of its citation."""
+"""Digits from which on a number in a sentence of one's own is held against those of its
+citation."""
 
 
 def check_citations(data: Analysis, text: str) -> Iterator[Finding]:
     """The findings on each citation in a text, in any of the formats.
 
     They say whether its fields follow from the journal, and so do the numbers in the words before
-    it: in a copy of what ``cite`` printed each, in a sentence of one's own those that look like one.
+    it: in a copy of what ``cite`` printed each, in a sentence of one's own those that look like
+    one.
     """
     text = _without_markup(text)
     ids = list(ID.finditer(text))
@@ -534,7 +543,7 @@ def _wrong_words(right: Citation, before: str) -> Iterator[Finding]:
 
 
 def _unlike_all(number: str, known: Sequence[str]) -> Iterator[Finding]:
-    """Whether a number is none of these, rounded, nor the per cent by which one is above or below 1."""
+    """Whether a number is none of these, rounded, nor the per cent by which one is off 1."""
     unit = _last_digit(number)
     for text in known:
         value = float(text)
@@ -563,7 +572,7 @@ def _differs_in_a_digit(ours: str, theirs: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """How much of a statement the words before an id have, and the numbers that stand for each other."""
+    """How much of a statement the words before an id have, and the numbers that differ."""
 
     share: float
     numbers: Sequence[tuple[str, str]]
@@ -580,7 +589,8 @@ class _Copy:
             if kind == "equal":
                 num_same += last - first
             elif kind == "replace":
-                # Before the beginning of a copy there may be other words: pairs are made from the end.
+                # Before the beginning of a copy there may be other words: pairs are made from the
+                # end.
                 pairs = zip(reversed(wanted[first:last]), reversed(found[begin:end]), strict=False)
                 for theirs, ours in pairs:
                     both = NUMBER.search(ours), NUMBER.search(theirs)

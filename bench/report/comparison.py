@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -189,14 +189,19 @@ def reasons(rows: Sequence[ComparedPair]) -> list[ExplainedReason]:
         if not names:
             continue
         cells = plural(sum(map(len, names.values())), "cell")
-        details = list(names)
-        if len(names) > 1:
-            details = [f"{some(names[detail])}: {detail}" for detail in names]
-        if reason in DECIDED:
-            details = []
+        details = []
+        if reason not in DECIDED:
+            details = _with_cells(names)
         text = f"{reason} ({cells}): {NEXT[reason]}"
         found.append(ExplainedReason(text=text, details=details))
     return found
+
+
+def _with_cells(names: Mapping[str, Sequence[str]]) -> list[str]:
+    """Details, each with the cells that have it if there are several."""
+    if len(names) == 1:
+        return list(names)
+    return [f"{some(of_cells)}: {detail}" for detail, of_cells in names.items()]
 
 
 def show(report: Report) -> None:
@@ -209,7 +214,8 @@ def show(report: Report) -> None:
     lines = []
     for explained in reasons(report.rows):
         lines.append(explained.text)
-        lines += [f"  {detail}" for detail in explained.details]
+        for detail in explained.details:
+            lines.append(f"  {detail}")
     for line in (*lines, "", *report.remarks, *report.notes):
         console.print(Text(printable(line)), soft_wrap=True)
 
@@ -238,16 +244,20 @@ def _markdown(report: Report, pictures: Sequence[str]) -> str:
     if report.differences:
         first, *keys = alarm(report.differences)
         lines += [f"**{first}**", ""]
-        lines += [f"- {markdown(key)}" for key in keys]
+        for key in keys:
+            lines.append(f"- {markdown(key)}")
         lines.append("")
-    lines += [f"![Ratios of step times with intervals]({name})" for name in pictures]
+    for name in pictures:
+        lines.append(f"![Ratios of step times with intervals]({name})")
     lines += ["", *table(report.rows).markdown()]
     lines += ["## Reasons, and what to do next", ""]
     for explained in reasons(report.rows):
         lines.append(f"- {markdown(explained.text)}")
-        lines += [f"  - {markdown(detail)}" for detail in explained.details]
+        for detail in explained.details:
+            lines.append(f"  - {markdown(detail)}")
     lines += ["", "## Notes", ""]
-    lines += [f"- {markdown(note)}" for note in (*report.remarks, *report.notes)]
+    for note in (*report.remarks, *report.notes):
+        lines.append(f"- {markdown(note)}")
     return "\n".join([*lines, ""])
 
 
@@ -294,8 +304,8 @@ def notes(
     margin: float,
 ) -> list[str]:
     """What a reader should know before citing the rows, beside the remarks on their cells."""
-    found = []
-    if not any(row.control for row in rows):
+    found: list[str] = []
+    if all(row.control is None for row in rows):
         found.append("no A/A pair on both sides, so no row is called faster, slower or the same")
     if a is not b:
         found.append(OTHER_TIMES)
@@ -304,9 +314,8 @@ def notes(
         cells = plural(len(rows), "cell")
         found.append(f"no interval for {few} of {cells}: fewer than {MIN_TRIALS} trials")
     compared = plural(num_judged(rows), "comparison")
-    found.append(
-        f"same: a ratio between {1 / (1 + margin):.4g} and {1 + margin:.4g}; Holm's correction over {compared}"
-    )
+    same = f"a ratio between {1 / (1 + margin):.4g} and {1 + margin:.4g}"
+    found.append(f"same: {same}; Holm's correction over {compared}")
     sides = {"A": a, "B": b}
     if a is b:
         sides = {"the run": a}
@@ -316,7 +325,7 @@ def notes(
             text = f"{side} lacks {missing} of its trials: it is not finished, or was truncated"
             found.append(text)
     if never:
-        names = ", ".join(pair.name for pair in never)
+        names = ", ".join([pair.name for pair in never])
         found.append(f"left out, unsupported on both sides: {names}")
     if "slower" in thresholds:
         limit = thresholds["slower"]
@@ -324,7 +333,8 @@ def notes(
             f"slower={_percent(limit)}: certain if the whole interval is beyond {1 + limit:.4g}, "
             "after Holm's correction"
         )
-    found += [_gate_note(metric, limit, rows) for metric, limit in thresholds.items()]
+    for metric, limit in thresholds.items():
+        found.append(_gate_note(metric, limit, rows))
     return found
 
 
@@ -335,8 +345,12 @@ def _lacks_interval(row: ComparedPair) -> bool:
 
 def _gate_note(metric: str, limit: float, rows: Sequence[ComparedPair]) -> str:
     """How many cells regressed in a metric, and how many could not be checked."""
-    bad = [row.name for row in rows if metric in row.regressions]
-    unknown = [row.name for row in rows if metric in row.unchecked]
+    bad, unknown = [], []
+    for row in rows:
+        if metric in row.regressions:
+            bad.append(row.name)
+        if metric in row.unchecked:
+            unknown.append(row.name)
     text = f"{metric}={_percent(limit)}: {len(bad)} of {plural(len(rows), 'cell')} regressed"
     if bad:
         text += f": {some(bad)}"

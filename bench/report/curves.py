@@ -29,8 +29,17 @@ from bench.report.canvas import (
     new_figure,
     set_scale,
 )
-from bench.report.descriptions import without_sync
-from bench.report.figure_data import CONTEXT, FACTS, TIMES, FigureData, Panel, floats, sync_pairs
+from bench.report.descriptions import one_or_many, without_sync
+from bench.report.figure_data import (
+    CONTEXT,
+    FACTS,
+    TIMES,
+    FigureData,
+    Panel,
+    floats,
+    rows_of_panels,
+    sync_pairs,
+)
 from bench.report.style import (
     DPI,
     GREY,
@@ -47,7 +56,8 @@ MOST_PANELS, LAST = 3, 2.2
 MOST_ROOM = 2.5
 """Inches of the names, at most."""
 APART, MOST_APART = 0.4, 0.06
-"""Doublings of N that all backends at one N take together, and that two of them are apart, at most."""
+"""Doublings of N that all backends at one N take together, and that two of them are apart, at
+most."""
 TO_NAME = 0.5
 """Points of the line from the last marker of a backend to its name."""
 
@@ -58,7 +68,7 @@ def draw_step_time(data: FigureData) -> list[Drawing]:
     if data.analysis.hides_times or known["accumulate"].nunique() < 2:
         return []
     panels, left_out = data.panels(known, CONTEXT, MOST_PANELS)
-    drawn = pd.concat([panel.rows for panel in panels])
+    drawn = rows_of_panels(panels)
     words = data.figure_words(_step_time_title(data, panels[-1]), timed=True)
     words.notes[:0] = [*left_out, _step_time_legend(drawn), *data.without_time()]
     ends_in_last = set(panels[-1].rows["backend"])
@@ -101,15 +111,16 @@ def _step_time_figure(
         ends = _draw_backend_lines(data, axes, panel)
     last = grid[-1]
     last.set_xlabel(f"N, micro-batches per optimizer step, {LOG}")
-    seconds = pd.concat([panel.rows["step_time_s"] for panel in panels])
+    seconds = rows_of_panels(panels)["step_time_s"]
     for axes in grid:
         set_scale(axes, "y", seconds, "step time (s)")
         axes.label_outer()
     freeze(figure)
-    names = {backend: end for backend, end in ends.items() if backend not in keys}
-    _leave_room(last, list(names.values()))
-    missing = name_points(last, list(names.values()), ["east", "northeast", "southeast"])
-    unnamed = [backend for backend, name in names.items() if name in missing]
+    named = {backend: end for backend, end in ends.items() if backend not in keys}
+    names = list(named.values())
+    _leave_room(last, names)
+    missing = name_points(last, names, ["east", "northeast", "southeast"])
+    unnamed = [backend for backend, name in named.items() if name in missing]
     if not unnamed:
         return figure
     return _step_time_figure(data, panels, words, keys + unnamed)
@@ -117,8 +128,10 @@ def _step_time_figure(
 
 def _leave_room(axes: Axes, names: Sequence[PointName]) -> None:
     """Extend the axis of N, so that names have room right of the lines."""
-    longest = max((text_width(name.text, TINY) for name in names), default=0)
-    room = min(longest + 0.3, MOST_ROOM)
+    room = 0.3
+    if names:
+        room += max(text_width(name.text, TINY) for name in names)
+    room = min(room, MOST_ROOM)
     low, high = axes.get_xlim()
     width = axes.get_window_extent().width / DPI
     axes.set_xlim(low, high * (high / low) ** (room / (width - room)))
@@ -143,7 +156,7 @@ def _step_time_title(data: FigureData, panel: Panel) -> str:
 
 
 def _verdicts(pairs: Sequence[ComparedPair]) -> str:
-    """In how many pairs the deferred backend is shown to be faster than the eager one, or slower."""
+    """In how many pairs the deferred backend is shown to be faster than the eager, or slower."""
     names: dict[Verdict, list[str]] = {Verdict.FASTER: [], Verdict.SLOWER: []}
     for pair in pairs:
         if pair.verdict in names:
@@ -226,7 +239,7 @@ def draw_loss_curves(data: FigureData) -> list[Drawing]:
     if short:
         cells = plural(short, "cell")
         left_out.append(f"The curves of {cells} are left out: they are much shorter than others.")
-    drawn = pd.concat([panel.rows for panel in panels])
+    drawn = rows_of_panels(panels)
     invalid = drawn["status"] == Status.INVALID
     apart = drawn["deviation"].isna() | (drawn["deviation"] > VISIBLE) | invalid
     named = _named_curves(data, data.backends_in(drawn[apart]))
@@ -266,7 +279,7 @@ def draw_loss_curves(data: FigureData) -> list[Drawing]:
 
 @dataclass(frozen=True, slots=True)
 class NamedCurve:
-    """How a backend with a line of its own is drawn: so that another line of its colour can lie on it."""
+    """How a backend with a line of its own is drawn: another of its colour may lie on it."""
 
     look: Appearance
     num_above: int
@@ -292,7 +305,7 @@ def _named_curves(data: FigureData, named: Sequence[str]) -> dict[str, NamedCurv
 
 
 def _loss_keys(drawn: pd.DataFrame, named: Mapping[str, NamedCurve]) -> list[Key]:
-    """The legend: an entry per backend that has a line of its own, the reference, and all others."""
+    """The legend: an entry per backend with a line of its own, the reference, and all others."""
     keys: list[Key] = []
     for backend, curve in named.items():
         statuses = drawn[drawn["backend"] == backend]["status"]
@@ -346,10 +359,8 @@ def _loss_title(panels: list[Panel]) -> str:
     most = away.max()
     far = list(rows[away > VISIBLE]["backend"].unique())
     if far:
-        deviate = "deviate"
-        if len(far) == 1:
-            deviate = "deviates"
-        text = f"{some(far)} {deviate} from the reference's loss"
+        verb = one_or_many(len(far), "deviates", "deviate")
+        text = f"{some(far)} {verb} from the reference's loss"
         if math.isfinite(most):
             text += f" by up to {at_most(most)} nats/token"
         return text + str(rows[away == most]["panel"].iloc[0])
@@ -369,7 +380,8 @@ def _loss_title(panels: list[Panel]) -> str:
 def _draw_losses(axes: Axes, panel: Panel, named: Mapping[str, NamedCurve]) -> None:
     """A line per cell, grey without a name, the reference's loss, and its floor."""
     _draw_curves(axes, panel, named, "loss")
-    truth = panel.rows.dropna(subset=["reference_loss"]).drop_duplicates("step").sort_values("step")
+    truth = panel.rows.dropna(subset=["reference_loss"]).drop_duplicates("step")
+    truth = truth.sort_values("step")
     x, y = floats(truth["step"]), floats(truth["reference_loss"])
     axes.plot(x, y, color=REFERENCE_COLOUR, linestyle="--")
     for floor in panel.rows["entropy_floor"].dropna()[:1]:

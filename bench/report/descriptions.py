@@ -36,6 +36,13 @@ def eager_and_deferred(
     return found
 
 
+def one_or_many(count: int, singular: str, plural_form: str) -> str:
+    """The form of a verb that goes with so many: ``need``, or ``needs`` with one."""
+    if count == 1:
+        return singular
+    return plural_form
+
+
 def without_sync(eager: str) -> str:
     """The name that an eager backend shares with its deferred one."""
     return eager.removesuffix(f"-{Sync.EAGER}")

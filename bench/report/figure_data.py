@@ -133,9 +133,9 @@ class FigureData:
         """The machine, or those of several nodes."""
         if not self.manifest.nodes:
             return machine_words(self.manifest.node.machine)
-        nodes = [self.manifest.node, *self.manifest.nodes]
+        machines = [node.machine for node in (self.manifest.node, *self.manifest.nodes)]
         texts = []
-        for words, count in Counter(machine_words(node.machine) for node in nodes).items():
+        for words, count in Counter(map(machine_words, machines)).items():
             text = f"{plural(count, 'node')} of {words}"
             if count > 1:
                 text += " each"
@@ -156,6 +156,7 @@ class FigureData:
         all runs, unless it is of the first alone. One of ratios says whether the A/A pair is off.
         """
         worlds = self.contestants["world"].unique()
+        kinds = {world.label for world in worlds}
         notes = []
         if timed:
             notes += self.untimed()
@@ -170,14 +171,15 @@ class FigureData:
             notes.append(f"Times are means over {num_runs} runs.")
             if not ratios:
                 notes.append(
-                    "Their intervals include how the machines of the runs differ; verdicts are on ratios within a run."
+                    "Their intervals include how the machines of the runs differ; verdicts are on "
+                    "ratios within a run."
                 )
         if not timed:
             for world in worlds:
                 text = world.caveat
                 if text:
                     notes.append(f"{text[0].upper()}{text[1:]}.")
-        if {world.label for world in worlds} == {"virtual"}:
+        if kinds == {"virtual"}:
             title += " (virtual world)"
         return FigureWords(title, self._work_text(), self.footer, notes)
 
@@ -222,7 +224,7 @@ class FigureData:
         for name in WAYS:
             if len(AXES[name].phrasing) > 1 and self.contestants[name].any():
                 values = sorted(self.contestants[name].unique())
-                texts.append(" or ".join(_name(name, value) for value in values))
+                texts.append(" or ".join([_name(name, value) for value in values]))
         return texts
 
     def panels(
@@ -239,20 +241,21 @@ class FigureData:
         every = []
         for _, part in rows.groupby(self.splitting(by), dropna=False, sort=True):
             first = part.iloc[0]
-            title = ", ".join(_name(column, first[column]) for column in varying)
+            titles = [_name(column, first[column]) for column in varying]
+            title = ", ".join(titles)
             every.append(Panel(title, part))
         found = largest(every, most, lambda panel: panel.extent)
         return found, left_out_note(_num_cells(every), _num_cells(found), "cells")
 
     def splitting(self, by: list[str]) -> list[str]:
-        """Those of these columns that split cells: one that follows from another splits no further."""
+        """Those of these columns that split cells: one that follows from another does not."""
         varying = self.varying(by)
         return [name for name in by if name not in FOLLOWS or name in varying]
 
     def setting_of(self, cell: pd.Series) -> str:
         """The setting of a cell's panel in a title: ``At N = 4 with W = 2``."""
         setting = f"At N = {cell['accumulate']}"
-        others = ", ".join(_name(name, cell[name]) for name in self.varying(CONTEXT))
+        others = ", ".join([_name(name, cell[name]) for name in self.varying(CONTEXT)])
         if others:
             setting += f" with {others}"
         return setting
@@ -281,8 +284,16 @@ class FigureData:
         return [backend for backend in self.looks if backend in found]
 
 
+def rows_of_panels(panels: Sequence[Panel]) -> pd.DataFrame:
+    """The cells of all panels."""
+    return pd.concat([panel.rows for panel in panels])
+
+
 def _num_cells(panels: Sequence[Panel]) -> int:
-    return sum(panel.rows["cell_id"].nunique() for panel in panels)
+    num_cells = 0
+    for panel in panels:
+        num_cells += panel.rows["cell_id"].nunique()
+    return num_cells
 
 
 def largest(

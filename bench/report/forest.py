@@ -23,6 +23,7 @@ from bench.judge.verdicts import Verdict
 from bench.plan.cell import Cell
 from bench.report.canvas import LOG, Drawing, FigureWords, name_rows, new_figure
 from bench.report.comparison import Report
+from bench.report.descriptions import one_or_many
 from bench.report.figure_data import largest, left_out_note
 from bench.report.style import (
     BASE,
@@ -90,7 +91,8 @@ def draw(
     num_drawn = len(_pairs_of(rows))
     around = around or FigureWords("", "", "")
     notes = [_legend(report, rows), *around.notes]
-    notes += [f"{text}." for text in report.remarks]
+    for remark in report.remarks:
+        notes.append(f"{remark}.")
     notes += left_out_note(len(report.rows), num_drawn, "comparisons")
     subtitle = _subtitle(report, around.subtitle)
     words = FigureWords(_title(report), subtitle, around.footer, notes)
@@ -100,11 +102,15 @@ def draw(
 
 
 def _fitting(every: Sequence[Row]) -> list[Row]:
-    """The rows for which there is room, with as many dots as there is room for."""
     room = int((PAGE / len(every) - ROW) / DOT)
+    most = min(_most_dots(every), max(1, room))
     most = min(max(len(row.pairs) for row in every), max(1, room))
     fitting = largest(every, int(PAGE / (ROW + DOT * most)), lambda row: row.extent)
     return [replace(row, pairs=row.pairs[-most:]) for row in fitting]
+
+
+def _most_dots(rows: Sequence[Row]) -> int:
+    return max(len(row.pairs) for row in rows)
 
 
 def _legend(report: Report, rows: Sequence[Row]) -> str:
@@ -133,9 +139,10 @@ def _named_rows(pairs: Sequence[ComparedPair]) -> list[Row]:
 
     Rows of one setting are together; its words stand behind the name if several are shown.
     """
-    every_way = differing([pair.b for pair in pairs], ("precision", *WAYS))
+    cells = [pair.b for pair in pairs]
+    every_way = differing(cells, ("precision", *WAYS))
     ways = [name for name in every_way if name not in ("accumulate", "global_batch_size")]
-    several_worlds = len({_world(pair.b) for pair in pairs}) > 1
+    several_worlds = len(set(map(_world, cells))) > 1
     alike: dict[tuple[str, str], list[ComparedPair]] = {}
     for pair in sorted(pairs, key=lambda pair: pair.b.accumulate):
         setting = phrases(pair.b, ways)
@@ -164,8 +171,8 @@ def _subtitle(report: Report, setting: str) -> str:
     text = f"Step time of {report.b} relative to that of {report.a}"
     text += f", with 95 % intervals {_over(report)}"
     if report.differences:
-        keys = ", ".join(each.key for each in report.differences[:MOST_KEYS])
-        text += f". DIFFERENT MACHINES OR SOFTWARE: {keys}"
+        keys = [each.key for each in report.differences[:MOST_KEYS]]
+        text += f". DIFFERENT MACHINES OR SOFTWARE: {', '.join(keys)}"
     if len(report.differences) > MOST_KEYS:
         text += " ..."
     if setting:
@@ -176,30 +183,27 @@ def _subtitle(report: Report, setting: str) -> str:
 def _title(report: Report) -> str:
     """The verdicts at the largest N."""
     n = max(pair.b.accumulate for pair in report.rows)
-    others = [pair for pair in report.rows if not pair.b.twin]
-    pairs = [pair for pair in others if pair.b.accumulate == n]
+    pairs = []
+    for pair in report.rows:
+        if pair.b.accumulate == n and not pair.b.twin:
+            pairs.append(pair)
     if not pairs:
         return f"Only {report.a} was compared with itself"
     faster, slower = _with_verdict(pairs, Verdict.FASTER), _with_verdict(pairs, Verdict.SLOWER)
     if faster:
-        verb = _is_or_are(len(faster))
+        verb = one_or_many(len(faster), "is", "are")
         return f"At N = {n}, {some(faster)} {verb} faster than {report.a}{report.scope}"
     title = f"At N = {n}, no backend is shown to be faster than {report.a}"
     if slower:
         count = plural(len(pairs), "other")
-        title += f"; {len(slower)} of {count} {_is_or_are(len(slower))} slower"
+        verb = one_or_many(len(slower), "is", "are")
+        title += f"; {len(slower)} of {count} {verb} slower"
     return title + report.scope
 
 
 def _with_verdict(pairs: Sequence[ComparedPair], verdict: Verdict) -> list[str]:
     """The backends of the pairs with this verdict, each once."""
     return list(dict.fromkeys(pair.b.backend for pair in pairs if pair.verdict is verdict))
-
-
-def _is_or_are(count: int) -> str:
-    if count == 1:
-        return "is"
-    return "are"
 
 
 def _over(report: Report) -> str:
@@ -223,7 +227,7 @@ def _control_interval(report: Report) -> Interval | None:
 def _draw(report: Report, rows: Sequence[Row], words: FigureWords) -> Figure:
     control = _control_interval(report)
     colours = _shades(rows)
-    most = max(len(row.pairs) for row in rows)
+    most = _most_dots(rows)
     height = ROW + DOT * most
     figure = new_figure(words, _legend_keys(report, colours, control), height * len(rows) + HEADING)
     axes = figure.subplots()
@@ -255,10 +259,14 @@ def _set_scale(axes: Axes, report: Report) -> None:
     ends = [1 + report.margin, 1 / (1 + report.margin), LEAST_REACH, 1 / LEAST_REACH]
     if report.threshold is not None:
         ends.append(1 + report.threshold)
-    for time in (_control_interval(report), *(pair.time for pair in report.rows)):
-        if time is not None:
-            known = (time.ratio, time.low, time.high, time.next_low, time.next_high)
-            ends += [end for end in known if end is not None]
+    times = [pair.time for pair in report.rows]
+    times.append(_control_interval(report))
+    for time in times:
+        if time is None:
+            continue
+        for end in (time.ratio, time.low, time.high, time.next_low, time.next_high):
+            if end is not None:
+                ends.append(end)
     low, high = min(ends) / 1.02, max(ends) * 1.02
     axes.set(xscale="log", xlim=(low, high))
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))

@@ -27,8 +27,8 @@ from bench.plan.cell import Status
 from bench.run.manifest import Manifest
 
 FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20\t\r\n")
-"""What spreadsheets read as the beginning of a formula, in wide forms too, or skip to find one: OWASP, "CSV
-Injection"."""
+"""What spreadsheets read as the beginning of a formula, in wide forms too, or skip to find one:
+OWASP, "CSV Injection"."""
 
 
 def write_frame(frame: pd.DataFrame, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Everything that is written after a run, from its journal: tables, plots, short report and page."""
+"""Everything that is written after a run, from its journal: tables, plots, report and page."""
 
 from __future__ import annotations
 
@@ -157,8 +157,10 @@ def in_short(data: Analysis, answer: Answer) -> str:
         lines += _alarm(answer.alarm)
     for statement in (*answer.statements, answer.scope):
         lines.append(f"- {_sentence(statement)}")
-        lines += [f"  {line}" for line in code(statement.command)]
-    lines += [f"- {markdown(text)}." for text in answer.remarks]
+        for line in code(statement.command):
+            lines.append(f"  {line}")
+    for text in answer.remarks:
+        lines.append(f"- {markdown(text)}.")
     num_rows = 0
     for place, group in enumerate(answer.groups):
         num_rows += len(group.rows)
@@ -175,8 +177,10 @@ def _alarm(finding: Finding) -> list[str]:
     kind = "NOTE"
     if finding.level is Level.WARNING:
         kind = "CAUTION"
-    lines = [f"[!{kind}]", _sentence(finding), *code(finding.command)]
-    return [*(f"> {line}" for line in lines), ""]
+    lines = []
+    for line in (f"[!{kind}]", _sentence(finding), *code(finding.command)):
+        lines.append(f"> {line}")
+    return [*lines, ""]
 
 
 def _sentence(finding: Finding) -> str:

@@ -87,8 +87,7 @@ def render(
     pictures = {path.stem: picture(path) for path in plots if path.suffix == ".png"}
     shown = []
     for section in asked:
-        plots_of_section = [pictures[stem] for stem in section.plots if stem in pictures]
-        shown.append((section, plots_of_section))
+        shown.append((section, [pictures[stem] for stem in section.plots if stem in pictures]))
     first = []
     if not data.times_unavailable and FIRST_PLOT in pictures:
         first.append(pictures[FIRST_PLOT])
@@ -250,8 +249,11 @@ def packed(citations: Mapping[str, Citation]) -> dict[str, object]:
     """Citations by format: the ending that all have in common, once, and the rest of each."""
     found: dict[str, object] = {}
     for name in ESCAPES:
-        texts = {key: str(getattr(citation, name)) for key, citation in citations.items()}
-        backwards = [text[::-1] for text in texts.values()]
+        texts, backwards = {}, []
+        for key, citation in citations.items():
+            text = str(getattr(citation, name))
+            texts[key] = text
+            backwards.append(text[::-1])
         end = os.path.commonprefix(backwards)[::-1]  # noqa: RUF071 - by character is what is meant
         rest = {key: text.removesuffix(end) for key, text in texts.items()}
         found[name] = {"end": end, "of": rest}

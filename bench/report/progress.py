@@ -1,4 +1,4 @@
-"""Progress of a run: a line that changes on a terminal, lines elsewhere, JSON lines for machines."""
+"""Progress of a run: a line that changes on a terminal, lines elsewhere, or JSON lines."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TimeLeft:
     since: float
 
     def at(self, now: float) -> float:
-        """The seconds that are left; a trial that takes longer than expected takes nothing from the others."""
+        """The seconds that are left; a trial that takes longer takes nothing from the others."""
         passed = now - self.since
         if self.bound != BY_BUDGET:
             passed = min(passed, self.of_trial_s)
@@ -198,7 +198,7 @@ class Display:
         self._tell_if_busy(record)
 
     def _tell_if_busy(self, record: TrialRecord) -> None:
-        """Say, once, what would forbid comparing the times of a cell if all its trials were like this one."""
+        """Say, once, what would forbid comparing times if all trials of the cell were like this."""
         if self._is_told_busy or self._manifest is None or record.status is not Status.OK:
             return
         found = restless(build([record], self._manifest).trial_rows)
@@ -258,13 +258,16 @@ class Display:
 
     def _seconds(self, left: Sequence[float]) -> float:
         """How long trials of these estimates take: their sum, corrected by how wrong these were."""
-        guessed = sum(expected for expected, _ in self._measured)
-        taken = sum(seconds for _, seconds in self._measured)
-        if guessed > 0 and sum(left) > 0:
-            return sum(left) * taken / guessed
+        total = sum(left)
+        guessed = taken = 0.0
+        for expected, seconds in self._measured:
+            guessed += expected
+            taken += seconds
+        if guessed > 0 and total > 0:
+            return total * taken / guessed
         if self._measured:
             return len(left) * taken / len(self._measured)
-        return sum(left)
+        return total
 
 
 class JsonLines(Display):
@@ -278,7 +281,7 @@ class JsonLines(Display):
         emit("message", text=message)
 
     def interim(self, analysis: InterimAnalysis) -> None:
-        """Event ``interim``: how wide the widest interval is, and how many cells the run goes on with."""
+        """Event ``interim``: the width of the widest interval, and how many cells are left."""
         emit(
             "interim",
             repeats=analysis.repeats,

@@ -155,13 +155,13 @@ class Group:
                 columns.append(replace(column, title="both runs"))
                 continue
             columns.append(column)
-        red = {column.key: "red" for column in columns}
+        red = dict.fromkeys((column.key for column in columns), "red")
         rows = []
-        for row in self.rows:
+        for row, texts in zip(self.rows, every, strict=True):
             styles = red
             if row.status == Status.OK:
                 styles = {}
-            rows.append(TableRow(self.texts(row), styles))
+            rows.append(TableRow(texts, styles))
         return Table(columns=columns, rows=rows, caption=self.title)
 
     def _has(self, key: str, rows: Sequence[Mapping[str, str]]) -> bool:
@@ -194,8 +194,10 @@ class Group:
         """A value as a percentage of the largest in these columns, for bars."""
         known: list[float] = []
         for row in self.rows:
-            numbers = [getattr(row, name) for name in columns]
-            known += [number for number in numbers if number is not None]
+            for name in columns:
+                number = getattr(row, name)
+                if number is not None:
+                    known.append(number)
         return f"{100 * value / max(known):.1f}%"
 
 
@@ -248,8 +250,10 @@ def groups(data: Analysis) -> list[Group]:
     Real ranks, times, the baseline, the largest N and the most ranks come first, in this order. If
     HSDP runs with several numbers of replicas, each is a group of its own.
     """
-    contestants = [cell for cell in data.run.cells.values() if not cell.is_reference]
-    others = [cell for cell in contestants if not cell.twin]
+    others = []
+    for cell in data.run.cells.values():
+        if not cell.is_reference and not cell.twin:
+            others.append(cell)
     several_replicates = "replicate" in differing(others)
     alike: dict[Cell, list[Cell]] = {}
     for cell in others:

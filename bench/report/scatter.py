@@ -32,7 +32,7 @@ from bench.report.canvas import (
     new_figure,
     set_scale,
 )
-from bench.report.descriptions import tied_backends
+from bench.report.descriptions import one_or_many, tied_backends
 from bench.report.figure_data import (
     CONTEXT,
     FACTS,
@@ -42,6 +42,7 @@ from bench.report.figure_data import (
     Panel,
     largest,
     left_out_note,
+    rows_of_panels,
     sync_pairs,
 )
 from bench.report.style import GREY, INTERVAL, REFERENCE_COLOUR, Key, safe
@@ -87,7 +88,8 @@ def draw_memory_vs_time(data: FigureData) -> list[Drawing]:
     legend = _legend(every, has_peak_beyond=bool((peaks > edge).any()))
     words.notes[:0] = [*left_out, legend, *data.without_time()]
 
-    unit, unit_name = unit_of(max(panel.rows[SHOWN].max() for panel in panels))
+    drawn = rows_of_panels(panels)
+    unit, unit_name = unit_of(drawn[SHOWN].max())
     has_names = len(others) <= MOST_NAMED
     figure = new_figure(words, [], sum(_heights(len(others), has_names=has_names)))
     large, small = _add_panels(figure, len(others), has_names=has_names)
@@ -99,7 +101,7 @@ def draw_memory_vs_time(data: FigureData) -> list[Drawing]:
         axes.set_title(safe(panel.title))
         if has_names:
             named.append((axes, panel))
-    _set_scales(large, pd.concat([panel.rows for panel in panels]), unit, unit_name)
+    _set_scales(large, drawn, unit, unit_name)
     _label_small(small, large, unit_name, are_stacked=has_names)
     measured_by = ", ".join(main.rows["peak_memory_source"].dropna().unique())
     large.set_ylabel(f"{large.get_ylabel()},\n{safe(measured_by)}")
@@ -211,9 +213,7 @@ def _title(data: FigureData, panel: Panel) -> str:
         return f"No backend is correct at {panel.title}"
     least = float(good["peak_memory_bytes"].min())
     names = tied_backends(good, "peak_memory_bytes", least)
-    need = "need"
-    if len(names) == 1:
-        need = "needs"
+    need = one_or_many(len(names), "needs", "need")
     lean = f"{some(names)} {need} the least memory ({size(least)})"
     return f"At {panel.title}, {_fastest(data, good)}; {lean}"
 

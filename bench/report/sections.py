@@ -91,13 +91,19 @@ def table(
     asked = {"label": every["label"]}
     asked |= {name: column for name, column in every.items() if column.section == key}
     asked |= more or {}
-    known = {name: column for name, column in asked.items() if cells[name].notna().any()}
+    known: dict[str, Column] = {}
+    titles: list[str] = []
+    numbers: list[int] = []
+    for name, column in asked.items():
+        if not cells[name].notna().any():
+            continue
+        if column.is_number:
+            numbers.append(len(titles))
+        titles.append(column.title or name)
+        known[name] = column
     rows = []
     for row in rows_of(cells[[*known]]):
-        texts = [column.shown(row[name]) for name, column in known.items()]
-        rows.append(texts)
-    titles = [column.title or name for name, column in known.items()]
-    numbers = [place for place, column in enumerate(known.values()) if column.is_number]
+        rows.append([column.shown(row[name]) for name, column in known.items()])
     return Table.from_rows(titles, rows, numbers, caption)
 
 
@@ -113,7 +119,10 @@ def speed(data: Analysis) -> PageSection:
     """How long an optimizer step takes, and how sure that is."""
     rows = data.verdicts
     counts = Counter(row.verdict for row in rows)
-    verdicts = [f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict]]
+    verdicts = []
+    for verdict in Verdict:
+        if counts[verdict]:
+            verdicts.append(f"{counts[verdict]} {verdict}")
     named = ", ".join(verdicts) or "none"
     first = f"{plural(len(rows), 'comparison')} with {data.baseline}: {named}."
     spread = (data.cells["slowest_s"] / data.cells["fastest_s"] - 1).dropna()
@@ -156,7 +165,8 @@ OFFLOADED = {
     f"{TRACKED}_{COPIED_TO_DEVICE}": ("to device", "copied from the host in an optimizer step"),
     f"{TRACKED}_{COPIED_TO_HOST}": ("to host", "copied from the device in an optimizer step"),
 }
-"""Categories of the memory table that only backends which offload from a device have: title and meaning."""
+"""Categories of the memory table that only backends which offload from a device have: title and
+meaning."""
 
 
 def memory(data: Analysis) -> PageSection:
@@ -221,12 +231,12 @@ def communication(data: Analysis) -> PageSection:
     frame = data.cells.assign(sent=None)
     if not totals.empty:
         frame["sent"] = totals[TOTAL] / MIB
-    frame["as_formula"] = [_matching(rows.get(cell_id, ())) for cell_id in frame.index]
-    operations = []
+    matching, operations = [], []
     for cell_id, row in data.rows.items():
         counts = rows.get(cell_id, ())
+        matching.append(_matching(counts))
         operations.append(_operations(row, counts, cell_id in watched))
-    frame["operations"] = operations
+    frame["as_formula"], frame["operations"] = matching, operations
     good = frame[(frame["status"] == Status.OK) & frame["sent"].notna()]
     good = good.sort_values("sent", kind="stable")
     sentences = ["The collectives of no valid cell were counted."]
@@ -234,8 +244,8 @@ def communication(data: Analysis) -> PageSection:
         least, most = map(_sent, rows_of(good.iloc[[0, -1]]))
         text = f"In an optimizer step, a rank hands between {least} and {most} to collectives."
         sentences = [text]
-        if matching := _matching(counted):
-            sentences.append(f"{matching} counts match their formula in calls and bytes.")
+        if all_matching := _matching(counted):
+            sentences.append(f"{all_matching} counts match their formula in calls and bytes.")
     for entry in data.run.manifest.matmul or ():
         if entry.link_text:
             text = f"Before the first trial, as nccl-tests defines it: {entry.link_text}."
@@ -409,13 +419,13 @@ def _at_epoch_end(data: Analysis) -> Table | None:
             rows.append((name, found.finding, *counts))
     if not rows:
         return None
-    measured = [f"{name} {version}" for name, version in suite.packages.items()]
-    caption = f"{suite.scenario}; measured by the semantics suite with {', '.join(measured)}"
+    measured, other = [], []
     installed = data.run.manifest.packages
-    other = []
     for name, version in suite.packages.items():
+        measured.append(f"{name} {version}")
         if name in installed and _release(installed[name]) != _release(version):
             other.append(f"{name} {installed[name]}")
+    caption = f"{suite.scenario}; measured by the semantics suite with {', '.join(measured)}"
     if other:
         caption += f"; this run has {', '.join(other)}, which may differ"
     header = (
@@ -466,11 +476,12 @@ def published(data: Analysis) -> PageSection | None:
     if not figures:
         return None
     rows = []
+    sources: dict[str, None] = {}
     for figure in figures:
         speed, memory = f"{figure.tokens_per_s_per_gpu:,.0f}", size(figure.memory_gib * 2**30)
         rows.append((f"published: {figure.what}", figure.conditions, speed, memory))
+        sources[figure.source] = None
     rows += _measured(data)
-    sources = dict.fromkeys(figure.source for figure in figures)
     caption = "Published figures, and what this run measured"
     return PageSection(
         key="published",

@@ -132,9 +132,12 @@ def colours(frameworks: Iterable[str]) -> dict[str, str]:
 
     It is fixed for the known ones; others have those that are left, last first.
     """
-    chosen = sorted(set(frameworks))
-    unknown = [name for name in chosen if name not in FRAMEWORK_COLOURS]
-    taken = {FRAMEWORK_COLOURS.get(name) for name in chosen}
+    unknown, taken = [], set()
+    for name in sorted(set(frameworks)):
+        if name in FRAMEWORK_COLOURS:
+            taken.add(FRAMEWORK_COLOURS[name])
+        else:
+            unknown.append(name)
     free = [colour for colour in reversed(FRAMEWORK_COLOURS.values()) if colour not in taken]
     left = itertools.cycle(free or [GREY])
     return FRAMEWORK_COLOURS | dict(zip(unknown, left, strict=False))

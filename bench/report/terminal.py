@@ -31,8 +31,9 @@ def show(console: Console, answer: Answer) -> None:
         largest.table.show(console)
         console.print(Text(printable(largest.legend), style="dim"))
         if others:
-            titles = "; ".join(group.title for group in others)
-            console.print(Text(f"report.md has the same table for {titles}", style="dim"))
+            titles = [group.title for group in others]
+            text = f"report.md has the same table for {'; '.join(titles)}"
+            console.print(Text(text, style="dim"))
     console.print()
     width = max(len(statement.topic) for statement in answer.all)
     for statement in answer.all:
@@ -91,9 +92,10 @@ def report_findings(
 def _show_findings(findings: Sequence[Finding], verdict: str) -> None:
     """One line each; findings that say the same of several cells share a line."""
     console = Screen()
-    width = max((len(finding.topic) for finding in findings), default=0)
+    width = 0
     subjects: dict[tuple[Level, str, str], list[str]] = {}
     for finding in findings:
+        width = max(width, len(finding.topic))
         key = (finding.level, finding.topic, finding.text)
         subjects.setdefault(key, []).append(finding.subject)
     shown: dict[tuple[Level, str], list[str]] = {}

@@ -1,4 +1,4 @@
-"""Chrome traces of the ranks of a trial as one file, for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+"""Chrome traces of the ranks of a trial as one file, for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ METADATA = "M"
 
 
 def write_merged(traces: Sequence[Path], path: Path, about: dict[str, str]) -> int:
-    """Write the traces of ranks 0, 1, ... as one gzipped file, with ``about`` as its metadata; returns the events.
+    """Write the traces of ranks 0, 1, ... as one gzipped file; returns the number of events.
 
-    Times are microseconds since the base of rank 0; processes are named by their rank.
+    Its metadata is ``about``. Times are microseconds since the base of rank 0; processes are named
+    by their rank. Perfetto is at ui.perfetto.dev.
     """
     merged: list[dict[str, Any]] = []
     base_ns = None
@@ -29,7 +30,8 @@ def write_merged(traces: Sequence[Path], path: Path, about: dict[str, str]) -> i
         if base_ns is None:
             base_ns = own_base_ns
         shift_us = (own_base_ns - base_ns) / 1e3
-        merged += [_of_rank(event, rank, shift_us) for event in content["traceEvents"]]
+        for event in content["traceEvents"]:
+            merged.append(_of_rank(event, rank, shift_us))
     content = {"schemaVersion": 1, "displayTimeUnit": "ms", "traceEvents": merged}
     content |= {"baseTimeNanoseconds": base_ns, "otherData": about}
     with replacing(path) as draft:

@@ -1,7 +1,8 @@
-"""A run on disk: one folder with a manifest, ``run.json``, and an append-only journal of trials, ``trials.jsonl``.
+"""A run on disk: a folder with a manifest, ``run.json``, and a journal of trials, ``trials.jsonl``.
 
-A line of the journal is the JSON of a record with a last key ``sha256``: the first 16 hex digits of the SHA-256 of the
-line's JSON without that key, exactly as written. So an edited line is detected and reported by its number.
+A line of the journal is the JSON of a record with a last key ``sha256``: the first 16 hex digits of
+the SHA-256 of the line's JSON without that key, exactly as written. So an edited line is detected
+and reported by its number.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ DIGITS = 16
 MANIFEST_BYTES = 32 * 2**20
 """Largest run.json that is read: 50,000 cells have half of it."""
 JOURNAL_BYTES, LINE_BYTES = 512 * 2**20, 16 * 2**20
-"""The same of the journal, of which a trial of 64 ranks and 1,000 steps takes 1 MB, and of one line."""
+"""The same of the journal, of which a trial of 64 ranks and 1,000 steps takes 1 MB, and of one
+line."""
 _CHECKSUM = re.compile(rb'"sha256":"([0-9a-f]{%d})"}' % DIGITS)
 _CHECKSUM_BYTES = len('"sha256":""}') + DIGITS
 
@@ -50,12 +52,12 @@ def write_document(folder: Path, document: Mapping[str, object]) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a run. Raises InputError if the folder holds no run, or one of another schema version."""
+    """The manifest of a run. Raises InputError if there is none, or one of another schema."""
     return parse_manifest(read_document(folder), str(folder / MANIFEST))
 
 
 def read_document(folder: Path) -> dict[str, Any]:
-    """The JSON of a manifest, of which the schema version alone is checked. Raises InputError as ``read_manifest``."""
+    """The JSON of a manifest; only its schema version is checked. Raises as ``read_manifest``."""
     path = folder / MANIFEST
     try:
         document = _object(read_regular(path, MANIFEST_BYTES))
@@ -68,14 +70,16 @@ def read_document(folder: Path) -> dict[str, Any]:
     version = document.get("schema_version")
     if type(version) is not int or version != SCHEMA_VERSION:
         raise InputError(
-            f"{path}: schema_version is {version!r}; this version of the bench reads {SCHEMA_VERSION}, so measure again"
+            f"{path}: schema_version is {version!r}; this version of the bench reads "
+            f"{SCHEMA_VERSION}, so measure again"
         )
     return document
 
 
 def run_sha256(folder: Path) -> str:
-    """SHA-256 that pins both files of a run, in hex: ``sha256sum run.json trials.jsonl | sha256sum`` in its folder.
+    """SHA-256 that pins both files of a run, in hex.
 
+    It is that of ``sha256sum run.json trials.jsonl | sha256sum`` in its folder.
     Raises InputError if one cannot be read.
     """
     lines = ""
@@ -98,7 +102,7 @@ def encode(record: dict[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """The record in a line without its newline. Raises ValueError, with the reason, if the line was changed."""
+    """The record in a line without its newline. Raises ValueError, with the reason, if changed."""
     found = _CHECKSUM.fullmatch(line[-_CHECKSUM_BYTES:])
     if found is None:
         _object(line)
@@ -158,10 +162,11 @@ class Journal:
 
     @contextlib.contextmanager
     def held(self, place: str) -> Iterator[None]:
-        """Hold the kernel's lock of the file itself, which is created if it is missing, so that one process appends.
+        """Hold the kernel's lock of the file, which is created if missing: one process appends.
 
-        Unlike the folder's lock, of which a name is all that others see, no one can remove it without the journal.
-        Raises BusyError that begins with ``place`` if another process holds it, and InputError if it cannot be locked.
+        Unlike the folder's lock, of which a name is all that others see, no one can remove it
+        without the journal. Raises BusyError that begins with ``place`` if another process holds
+        it, and InputError if it cannot be locked.
         """
         advice = "use a folder that can be written, on a file system that has locks"
         try:
@@ -181,8 +186,8 @@ class Journal:
     def append(self, record: dict[str, Any]) -> None:
         """Append one trial, after moving a torn last line aside.
 
-        Raises OSError if the write fails, and leaves the journal unchanged. Raises InputError if this process holds the
-        lock of another file, since someone has removed or replaced it.
+        Raises OSError if the write fails, and leaves the journal unchanged. Raises InputError if
+        this process holds the lock of another file, since someone has removed or replaced it.
         """
         line = encode(record)
         self._require_held()
@@ -213,7 +218,8 @@ class Journal:
             found = _identity(self.path.lstat())
         if found != self._held:
             raise InputError(
-                f"{self.path}: was removed or replaced while the run went on; put it back, and resume"
+                f"{self.path}: was removed or replaced while the run went on; put it back, and "
+                "resume"
             )
 
     def read(self) -> list[dict[str, Any]]:
@@ -233,7 +239,7 @@ class Journal:
         return records
 
     def _lines(self) -> Iterator[bytes]:
-        """The lines of the file, of which the last may lack its newline. Raises InputError if one is too long."""
+        """The lines of the file; the last may lack its newline. InputError if one is too long."""
         if not os.path.lexists(self.path):
             return
         with self._opened() as file:
@@ -249,7 +255,7 @@ class Journal:
 
     @contextlib.contextmanager
     def _opened(self, flags: int = os.O_RDONLY) -> Iterator[BufferedReader]:
-        """The file. Raises InputError if it is no regular file, or so large that no run can have written it."""
+        """The file. Raises InputError if it is not a regular one, or too large for a run's."""
         try:
             file = open_regular(self.path, JOURNAL_BYTES, flags)
         except OSError as error:
@@ -265,9 +271,9 @@ class Journal:
         return bool(end) and self._is_torn(end)
 
     def mend(self) -> Path | None:
-        """Make the journal end with a newline: complete a whole last line, or move a torn one to a file; return that.
+        """Make the journal end with a newline: complete a whole last line, or move a torn one away.
 
-        Raises InputError if the last line is neither.
+        Returns the file to which it was moved. Raises InputError if the last line is neither.
         """
         end = self._end()
         if not end:
@@ -308,7 +314,7 @@ class Journal:
         return sum(1 for _ in self._lines())
 
     def _is_torn(self, end: bytes) -> bool:
-        """Whether the end of the file is an incomplete record, not a whole one with at most one more byte."""
+        """Whether the end of the file is part of a record, not a whole one and at most a byte."""
         for text in (end, end[:-1]):
             with contextlib.suppress(ValueError):
                 decode(text)
@@ -317,8 +323,10 @@ class Journal:
 
     def _keep(self, torn: bytes) -> Path:
         """Write a torn line to a new file, durably."""
-        paths = (self._folder / f"{TORN}{number}" for number in itertools.count(1))
-        path = next(path for path in paths if not os.path.lexists(path))
+        number = 1
+        while os.path.lexists(self._folder / f"{TORN}{number}"):
+            number += 1
+        path = self._folder / f"{TORN}{number}"
         with path.open("xb") as file:
             file.write(torn)
         sync(path)
@@ -327,5 +335,6 @@ class Journal:
 
     def _damaged(self, number: int, error: ValueError) -> InputError:
         return InputError(
-            f"{self.path}:{number}: is not a JSON object as it was written ({error}); restore the line or the file"
+            f"{self.path}:{number}: is not a JSON object as it was written ({error}); restore the "
+            "line or the file"
         )

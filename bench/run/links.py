@@ -1,8 +1,8 @@
-"""The rate of collectives between the ranks of a run, measured where matrix products are (``bench.run.matmul``).
+"""The rate of collectives between the ranks of a run, measured with ``bench.run.matmul``.
 
-Bus bandwidth is defined as in nccl-tests (doc/PERFORMANCE.md): S / t times 2 (W - 1) / W for an all-reduce of S bytes,
-and times (W - 1) / W for an all-gather to S bytes or a reduce-scatter of S bytes. It is comparable with the rate of the
-link that all bytes have to pass, whatever W is.
+Bus bandwidth is defined as in nccl-tests (doc/PERFORMANCE.md): S / t times 2 (W - 1) / W for an
+all-reduce of S bytes, and times (W - 1) / W for an all-gather to S bytes or a reduce-scatter of S
+bytes. It is comparable with the rate of the link that all bytes have to pass, whatever W is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 SIZES = {"cuda": (2**20, 2**24, 2**28), "cpu": (2**16, 2**20, 2**22)}
 """Bytes of the collectives, by device type."""
 WARM, TIMED = 2, 5
-"""Collectives of each kind and size before those that are timed, and those; the rate is that of the median."""
+"""Collectives of each kind and size before those that are timed, and those; the rate is that of the
+median."""
 
 
 def _known(op: str) -> str:
@@ -83,11 +84,12 @@ class MeasuredRates:
         largest = self.links[-len(PASSES) :]
         if not largest:
             return ""
-        rates = [
-            f"{link['op'].replace('_', '-')} {bus_rate(link, self.world_size) / 1e9:.3g} GB/s"
-            for link in largest
-        ]
-        return f"bus bandwidth between {self.ranks}, at {size(largest[0]['bytes'])}: {', '.join(rates)}"
+        rates = []
+        for link in largest:
+            rate = bus_rate(link, self.world_size)
+            rates.append(f"{link['op'].replace('_', '-')} {rate / 1e9:.3g} GB/s")
+        where = f"between {self.ranks}, at {size(largest[0]['bytes'])}"
+        return f"bus bandwidth {where}: {', '.join(rates)}"
 
 
 def measure(world_size: int, device: torch.device) -> list[TimedCollective]:
@@ -121,7 +123,10 @@ def measure(world_size: int, device: torch.device) -> list[TimedCollective]:
 
 def merge(ranks: Sequence[Sequence[TimedCollective]]) -> list[TimedCollective]:
     """The rows of all ranks of one group, as from ``measure``; the slowest rank counts."""
-    return [max(rows, key=lambda row: row["seconds"]) for rows in zip(*ranks, strict=True)]
+    slowest = []
+    for rows in zip(*ranks, strict=True):
+        slowest.append(max(rows, key=lambda row: row["seconds"]))
+    return slowest
 
 
 def bus_rate(link: TimedCollective, world_size: int) -> float:

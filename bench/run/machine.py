@@ -1,4 +1,7 @@
-"""Describes the machine and its software, stored with every run, and compares two machines. Does not import torch."""
+"""Describes the machine and its software, stored with every run, and compares two machines.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,24 @@ from typing import Any
 
 import psutil
 
-from bench.backends.base import built_in
+from bench.backends.base import Backend, built_in
 from bench.errors import InputError
 from bench.launch import gpus, job_nodes
 from bench.launch.nvml import Nvml, NvmlUnavailableError
 from bench.run import trial_code
 from bench.run.manifest import CONNECTION, FINGERPRINT, Manifest
 
-_REQUIRED = dict.fromkeys(
-    name.replace("_", "-") for backend in built_in().values() for name in backend.requires
-)
-FRAMEWORKS = ("torch", *_REQUIRED)
+
+def _required() -> list[str]:
+    """Packages that built-in backends require, each once."""
+    found: dict[str, None] = {}
+    for backend in built_in().values():
+        for name in backend.requires:
+            found[name.replace("_", "-")] = None
+    return list(found)
+
+
+FRAMEWORKS = ("torch", *_required())
 """Packages that backends train with."""
 PACKAGES = (*FRAMEWORKS, "numpy", "pandas", "scipy", "matplotlib", "pyarrow", "safetensors")
 """Packages that can change a result; their versions are stored."""
@@ -50,7 +60,8 @@ SECRET_NAMES = re.compile(
 """Names of variables that are not stored, whatever their prefix."""
 SECRET_VALUES = re.compile(
     r"://[^/\s@]*@"  # a user, and perhaps a password, in an address
-    r"|\b(gh[opsur]_|github_pat_|glpat-|hf_|sk-|xox[abps]-|AKIA|eyJ)[\w-]{12}"  # prefixes of well-known tokens
+    # Prefixes of well-known tokens.
+    r"|\b(gh[opsur]_|github_pat_|glpat-|hf_|sk-|xox[abps]-|AKIA|eyJ)[\w-]{12}"
     r"|-----BEGIN |\b(bearer|basic) \S{8}",
     re.IGNORECASE,
 )
@@ -58,7 +69,7 @@ SECRET_VALUES = re.compile(
 
 
 def num_cores() -> int:
-    """Cores that this process may use, by its affinity and the quota of its control group (version 2)."""
+    """Cores that this process may use, by its affinity and its control group (version 2)."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -81,11 +92,17 @@ def peak_memory_bytes() -> int | None:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
+    for line in lines:
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None
 
 
-def gpu_settings() -> list[dict[str, Any]]:
-    """Static settings of each visible GPU that affect its speed, as from ``NvmlGpu.settings``; none without NVML."""
+def gpu_settings() -> list[dict[str, object]]:
+    """Static settings of each visible GPU that affect its speed; none without NVML.
+
+    As from ``NvmlGpu.settings``.
+    """
     try:
         with Nvml() as nvml:
             every = nvml.gpus
@@ -103,20 +120,24 @@ BF16_PEAK_FLOPS = {
     "H200": 989e12,
     "A100": 312e12,
 }
-"""Dense tensor-core FLOP/s by a substring of the device name, from NVIDIA's datasheets; the first match counts."""
+"""Dense tensor-core FLOP/s by a substring of the device name, from NVIDIA's datasheets; the first
+match counts."""
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Peak FLOP/s of one device; None if unknown, or for a MIG instance, which has only part of the peak.
+    """Peak FLOP/s of one device; None if unknown, or for a MIG instance, which has only part of it.
 
     No fp32 peak is known, because the TF32 switch decides which one applies.
     """
     if precision != "bf16" or "MIG" in device_name:
         return None
-    return next((peak for part, peak in BF16_PEAK_FLOPS.items() if part in device_name), None)
+    for part, peak in BF16_PEAK_FLOPS.items():
+        if part in device_name:
+            return peak
+    return None
 
 
-def machine() -> dict[str, Any]:
+def machine() -> dict[str, object]:
     """The hardware and the operating system: static facts, without host name or paths."""
     return {
         "cpu": _cpu_model(),
@@ -135,10 +156,10 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or "unknown"
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-        "unknown",
-    )
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return "unknown"
 
 
 def governor() -> str | None:
@@ -150,15 +171,17 @@ def governor() -> str | None:
 
 
 def torch_build() -> dict[str, str | None]:
-    """``cuda``, ``hip`` and ``git_version`` of the torch build, read from its version file without importing it."""
+    """``cuda``, ``hip`` and ``git_version`` of the torch build, without importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return {}
     text = (Path(spec.origin).parent / "version.py").read_text()
-    found = {}
+    found: dict[str, str | None] = {}
     for name in ("cuda", "hip", "git_version"):
         match = re.search(rf"^{name}\b[^=\n]*= ['\"](.+?)['\"]$", text, re.MULTILINE)
-        found[name] = match.group(1) if match else None
+        found[name] = None
+        if match is not None:
+            found[name] = match[1]
     return found
 
 
@@ -166,7 +189,8 @@ def distributions() -> dict[str, str]:
     """Versions of all installed packages by name, including NCCL's."""
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
-        # The first one found is what gets imported: it shadows packages of the same name in a base environment.
+        # The first one found is what gets imported: it shadows packages of the same name in a base
+        # environment.
         found.setdefault(str(distribution.metadata["Name"]).lower(), distribution.version)
     return dict(sorted(found.items()))
 
@@ -188,12 +212,12 @@ def environment() -> dict[str, str]:
 
 
 def code(
-    backends: Mapping[str, type[Any]], workloads: Mapping[str, Sequence[Path]]
+    backends: Mapping[str, type[Backend]], workloads: Mapping[str, Sequence[Path]]
 ) -> dict[str, str]:
-    """SHA-256 of the code that is run, by name: the bench's ``trial_code``, external backends and workloads.
+    """SHA-256 of the code that is run, by name: the bench's ``trial_code``, and external code.
 
-    An external backend counts with its file, an external workload with its whole package or single module, without
-    what those import from elsewhere.
+    An external backend counts with its file, an external workload with its whole package or single
+    module, without what those import from elsewhere.
     """
     root = trial_code.PACKAGE
     every = hashlib.sha256()
@@ -208,15 +232,18 @@ def code(
             found[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     for name, files in workloads.items():
         if files:
-            content = b"".join(hashlib.sha256(path.read_bytes()).digest() for path in files)
+            content = b""
+            for path in files:
+                content += hashlib.sha256(path.read_bytes()).digest()
             found[f"workload {name}"] = hashlib.sha256(content).hexdigest()
     return found
 
 
 def git_state() -> dict[str, Any]:
-    """Commit of the bench's checkout and whether it is clean; both None if git does not track this package.
+    """Commit of the bench's checkout and whether it is clean.
 
-    An installed package may lie in an environment inside the checkout of something else.
+    Both are None if git does not track this package: an installed one may lie in an environment
+    inside the checkout of something else.
     """
     folder = Path(__file__).resolve().parent
 
@@ -232,7 +259,10 @@ def git_state() -> dict[str, Any]:
     if git("ls-files", "--error-unmatch", "--", __file__) is None:
         return {"commit": None, "clean": None}
     status = git("status", "--porcelain", "--", str(folder))
-    return {"commit": git("rev-parse", "HEAD"), "clean": None if status is None else not status}
+    clean = None
+    if status is not None:
+        clean = not status
+    return {"commit": git("rev-parse", "HEAD"), "clean": clean}
 
 
 MOST_SHOWN = 3
@@ -246,10 +276,10 @@ def fingerprint() -> dict[str, object]:
 
 
 def connection(head: str) -> dict[str, object]:
-    """The part CONNECTION: what else nodes of a job should have in common, NUMA nodes and the links between them.
+    """The part CONNECTION: what else nodes of a job should have in common.
 
-    Nominal Mbit/s (0 if unknown, as of virtual links) and MTU of the interface towards the address ``head``, and the
-    rates of the ports of InfiniBand or RoCE.
+    NUMA nodes; nominal Mbit/s (0 if unknown, as of virtual links) and MTU of the interface towards
+    the address ``head``; and the rates of the ports of InfiniBand or RoCE.
     """
     online = Path("/sys/devices/system/node/online")
     ports = Path("/sys/class/infiniband").glob("*/ports/*/rate")
@@ -258,7 +288,9 @@ def connection(head: str) -> dict[str, object]:
         found["numa_nodes"] = online.read_text().strip()
     found["infiniband"] = sorted(port.read_text().strip() for port in ports)
     with contextlib.suppress(OSError, InputError):
-        family = socket.AF_INET6 if ":" in head else socket.AF_INET
+        family = socket.AF_INET
+        if ":" in head:
+            family = socket.AF_INET6
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((head, 9))  # sends nothing
             link = psutil.net_if_stats()[job_nodes.interface_of(str(probe.getsockname()[0]))]
@@ -284,7 +316,7 @@ class Changed:
 def differences(
     a: Mapping[str, object], b: Mapping[str, object], parts: Sequence[str] = FINGERPRINT
 ) -> list[Changed]:
-    """The keys of the parts that differ between two fingerprints. A part that one of them lacks counts as one key."""
+    """The keys of the parts that differ; a part that one of both lacks counts as one key."""
     found = []
     for part in parts:
         if part not in a or part not in b:
@@ -302,22 +334,29 @@ def differences(
 
 
 def unlike_nodes(manifest: Manifest) -> Iterator[str]:
-    """For each node whose fingerprint differs from that of node 0: its number, and how they differ."""
+    """Each node whose fingerprint differs from that of node 0, and how they differ."""
     for number, node in enumerate(manifest.nodes, start=1):
-        every = differences(manifest.node.fingerprint, node.fingerprint, (*FINGERPRINT, CONNECTION))
-        changed = [change for change in every if not OF_ONE.search(change.key)]
-        words = [
-            f"{change.key} is {change.b!r}, and {change.a!r} on node 0"
-            for change in changed[:MOST_SHOWN]
-        ]
-        if len(changed) > MOST_SHOWN:
-            words.append(f"{len(changed) - MOST_SHOWN} more")
+        words: list[str] = []
+        num_others = 0
+        fingerprints = (manifest.node.fingerprint, node.fingerprint)
+        for change in differences(*fingerprints, (*FINGERPRINT, CONNECTION)):
+            if OF_ONE.search(change.key):
+                continue
+            if len(words) < MOST_SHOWN:
+                words.append(f"{change.key} is {change.b!r}, and {change.a!r} on node 0")
+            else:
+                num_others += 1
+        if num_others:
+            words.append(f"{num_others} more")
         if words:
             yield f"node {number}: {'; '.join(words)}"
 
 
 def _flat(value: object, key: str) -> dict[str, object]:
-    """Flatten nested objects and lists, with dots between the keys. An empty one has no keys, but counts as stored."""
+    """Flatten nested objects and lists, with dots between the keys.
+
+    An empty one has no keys, but counts as stored.
+    """
     items: Iterable[tuple[object, object]]
     if isinstance(value, dict):
         items = value.items()

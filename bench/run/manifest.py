@@ -1,4 +1,4 @@
-"""What ``run.json`` holds, typed: read once, where a run is opened, and written as ``Manifest.to_dict`` has it."""
+"""What ``run.json`` holds, typed: read where a run is opened; ``Manifest.to_dict`` writes it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ class NodeFacts:
     environment: Mapping[str, str] = field(default_factory=dict)
     connection: Mapping[str, object] = field(default_factory=dict)
     fingerprint: Mapping[str, object] = field(default_factory=dict)
-    """The parts in FINGERPRINT, and CONNECTION, as they were stored: two runs are compared in all of their keys."""
+    """The parts in FINGERPRINT, and CONNECTION, as they were stored: two runs are compared in all
+    of their keys."""
 
     @classmethod
     def of(cls, fingerprint: Mapping[str, object]) -> NodeFacts:
@@ -168,9 +169,10 @@ class Manifest:
 
     @property
     def begun_sha256(self) -> str:
-        """SHA-256 of all that run.json says from the beginning, in hex: each record of the journal repeats it.
+        """SHA-256 of all that run.json says from the beginning, in hex.
 
-        It is of the JSON with sorted keys and without spaces, without the keys of ``LATER``.
+        Each record of the journal repeats it. It is of the JSON with sorted keys and without
+        spaces, without the keys of ``LATER``.
         """
         every = self.stored or self.to_dict()
         begun = {key: value for key, value in every.items() if key not in LATER}
@@ -241,12 +243,13 @@ class Manifest:
 def parse_manifest(document: Mapping[str, object], place: str) -> Manifest:
     """The manifest in the JSON of a run.json. A key whose value is null counts as missing.
 
-    Raises InputError that begins with ``place`` and names the key, its value and what would be right.
+    Raises InputError that begins with ``place`` and names the key, its value and what would be
+    right.
     """
     given = {key: value for key, value in document.items() if value is not None}
-    lacking = [key for key in REQUIRED if key not in given]
-    if lacking:
-        raise InputError(f"{place}: has no key '{lacking[0]}'; restore it")
+    for key in REQUIRED:
+        if key not in given:
+            raise InputError(f"{place}: has no key '{key}'; restore it")
     if not isinstance(given["matrix"], dict):
         raise InputError(f"{place}: matrix is {shown(given['matrix'])}; it must be a table")
     matrix = validation.read(
@@ -268,6 +271,10 @@ def _with_fingerprint(stored: object) -> object:
     """A node as it is stored, with its fingerprint beside what is read of it."""
     if not isinstance(stored, Mapping):
         return stored
-    parts = {part: stored[part] for part in (*FINGERPRINT, CONNECTION) if part in stored}
-    known = {part: value for part, value in parts.items() if value is not None}
+    parts, known = {}, {}
+    for part in (*FINGERPRINT, CONNECTION):
+        if part in stored:
+            parts[part] = stored[part]
+            if stored[part] is not None:
+                known[part] = stored[part]
     return {**known, "fingerprint": parts}

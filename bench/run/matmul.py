@@ -1,7 +1,8 @@
-"""The rates of matrix products and of collectives, measured once before a run's first trial and stored in run.json.
+"""The rates of matrix products and of collectives, measured once before a run's first trial.
 
-Measured in a process group of its own, on as many ranks at once as the cells have, each with a cell's threads. It is a
-second reference for MFU: a datasheet's peak assumes clocks that a GPU under load does not keep, and CPUs have none.
+They are stored in run.json, and measured in a process group of its own, on as many ranks at once as
+the cells have, each with a cell's threads. It is a second reference for MFU: a datasheet's peak
+assumes clocks that a GPU under load does not keep, and CPUs have none.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from typing_extensions import TypedDict
 
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 TIMEOUT_S = 120.0
 """Time limit of one process group, including start and warm-up."""
 SIZE = {"cuda": 8192, "cpu": 1024}
-"""Rows and columns of both matrices, by device type: large enough that a product keeps the whole device busy."""
+"""Rows and columns of both matrices, by device type: large enough that a product keeps the whole
+device busy."""
 WARM_S = {"cuda": 0.5, "cpu": 0.1}
 """Duration of the warm-up, in which clocks settle and libraries choose their kernels."""
 PRODUCTS = {"cuda": 25, "cpu": 5}
@@ -49,7 +51,7 @@ STARTING = (
 
 @dataclass(kw_only=True)
 class MatmulTask(Task):
-    """Times matrix products in each precision, on all ranks at once, and collectives between them."""
+    """Times matrix products in each precision, on all ranks at once, and collectives."""
 
     work: ClassVar[str] = "bench.run.matmul:work"
 
@@ -69,7 +71,7 @@ class RankRates(TypedDict):
 
 
 def work(task: MatmulTask, rank: int, device: torch.device) -> dict[str, Any]:
-    """The work of one rank (``bench.plan.task.Task``): measure its rates while all other ranks do the same."""
+    """The work of one rank (``bench.plan.task.Task``): measure its rates while all others do so."""
     import torch
     import torch.distributed as dist
 
@@ -79,14 +81,17 @@ def work(task: MatmulTask, rank: int, device: torch.device) -> dict[str, Any]:
         dist.barrier()
         name = str(precision)
         rates[name], capacity[name] = matmul_rate(device, dtypes[precision])
-    seconds = links.measure(task.world_size, device) if task.world_size > 1 else []
+    seconds = []
+    if task.world_size > 1:
+        seconds = links.measure(task.world_size, device)
     return {"status": Status.OK, "flops_per_s": rates, "capacity": capacity, "links": seconds}
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """FLOP/s of this process on the device, with torch's current threads; 2 n^3 FLOP per product of n x n matrices.
+    """FLOP/s of this process on the device, with its threads; 2 n^3 per product of n x n matrices.
 
-    The second number is what it would have been, had nobody else taken the CPUs: per second of CPU time of a thread.
+    The second number is what it would have been, had nobody else taken the CPUs: per second of CPU
+    time of a thread.
 
     The elements are normally distributed: zeros would draw less power on a GPU and run faster.
     """
@@ -96,7 +101,8 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> tuple[float, float]
 
     kind = device.type
     rows, clock = SIZE[kind], clock_for(device)
-    a, b = (torch.randn(rows, rows, device=device).to(dtype) for _ in range(2))
+    a = torch.randn(rows, rows, device=device).to(dtype)
+    b = torch.randn(rows, rows, device=device).to(dtype)
     product = torch.empty(rows, rows, device=device, dtype=dtype)
     until = time.perf_counter() + WARM_S[kind]
     while time.perf_counter() < until:
@@ -115,32 +121,44 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> tuple[float, float]
     return rate, max(rate, flops * PRODUCTS[kind] * torch.get_num_threads() / used)
 
 
-def tasks(cells: Iterable[Cell], threads: int, folder: Path) -> list[MatmulTask]:
-    """One task for each number of ranks and nodes that cells are timed on, with the precisions of those cells.
+class RanksAtOnce(NamedTuple):
+    """Ranks that measure their rates together."""
 
-    Where cells have several ranks on each of several nodes, one is for the ranks of a single node. Leaves out the
-    reference, virtual worlds and shared GPUs, whose speed is not reported. ``threads`` as in
-    ``machine.threads_per_rank``.
+    device: Device
+    world_size: int
+    num_nodes: int
+
+
+def tasks(cells: Iterable[Cell], threads: int, folder: Path) -> list[MatmulTask]:
+    """One task for each number of ranks and nodes that cells are timed on, with their precisions.
+
+    Where cells have several ranks on each of several nodes, one is for the ranks of a single node.
+    Leaves out the reference, virtual worlds and shared GPUs, whose speed is not reported.
+    ``threads`` as in ``machine.threads_per_rank``.
     """
-    wanted: dict[tuple[Device, int, int], dict[Precision, None]] = {}
+    wanted: dict[RanksAtOnce, dict[Precision, None]] = {}
     for cell in cells:
-        if not cell.is_reference and cell.world.times_communication:
-            wanted.setdefault((cell.device, cell.world_size, cell.num_nodes), {})[
-                cell.precision
-            ] = None
-            if cell.ranks_per_node > 1:
-                wanted.setdefault((cell.device, cell.ranks_per_node, 1), {})[cell.precision] = None
-    return [
-        MatmulTask(
-            world_size=world_size,
-            num_nodes=num_nodes,
-            threads=machine.threads_per_rank(world_size // num_nodes, threads),
-            device=device,
-            precisions=tuple(precisions),
-            folder=str((folder / f"matmul-{world_size}-{num_nodes}").resolve()),
+        if cell.is_reference or not cell.world.times_communication:
+            continue
+        groups = [RanksAtOnce(cell.device, cell.world_size, cell.num_nodes)]
+        if cell.ranks_per_node > 1:
+            groups.append(RanksAtOnce(cell.device, cell.ranks_per_node, 1))
+        for group in groups:
+            wanted.setdefault(group, {})[cell.precision] = None
+    found = []
+    for group, precisions in wanted.items():
+        name = f"matmul-{group.world_size}-{group.num_nodes}"
+        found.append(
+            MatmulTask(
+                world_size=group.world_size,
+                num_nodes=group.num_nodes,
+                threads=machine.threads_per_rank(group.world_size // group.num_nodes, threads),
+                device=group.device,
+                precisions=tuple(precisions),
+                folder=str((folder / name).resolve()),
+            )
         )
-        for (device, world_size, num_nodes), precisions in wanted.items()
-    ]
+    return found
 
 
 def measure(
@@ -150,9 +168,10 @@ def measure(
 
     An entry without rates has the ``reason``; MFU against it stays empty.
     """
-    return tuple(
-        _rates(task, launcher.run(task, TIMEOUT_S)) for task in tasks(cells, threads, folder)
-    )
+    entries = []
+    for task in tasks(cells, threads, folder):
+        entries.append(_rates(task, launcher.run(task, TIMEOUT_S)))
+    return tuple(entries)
 
 
 def _rates(task: MatmulTask, outcome: Outcome) -> MeasuredRates:
@@ -165,20 +184,22 @@ def _rates(task: MatmulTask, outcome: Outcome) -> MeasuredRates:
     )
     if outcome.status is not Status.OK:
         return found
-    measured = [{key: rank.get(key) for key in RankRates.__annotations__} for rank in outcome.ranks]
-    try:
-        ranks = [validation.read(RankRates, rates) for rates in measured]
-    except InputError as error:
-        return replace(found, reason=f"a rank returned damaged rates: {error}")
+    ranks: list[RankRates] = []
+    for rank in outcome.ranks:
+        rates = {key: rank.get(key) for key in RankRates.__annotations__}
+        try:
+            ranks.append(validation.read(RankRates, rates))
+        except InputError as error:
+            return replace(found, reason=f"a rank returned damaged rates: {error}")
+    flops_per_s, capacity = {}, {}
+    for precision in task.precisions:
+        name = str(precision)
+        flops_per_s[name] = tuple(rank["flops_per_s"][name] for rank in ranks)
+        capacity[name] = tuple(rank["capacity"][name] for rank in ranks)
     return replace(
         found,
-        flops_per_s={
-            str(name): tuple(rank["flops_per_s"][name] for rank in ranks)
-            for name in task.precisions
-        },
-        capacity={
-            str(name): tuple(rank["capacity"][name] for rank in ranks) for name in task.precisions
-        },
+        flops_per_s=flops_per_s,
+        capacity=capacity,
         links=tuple(links.merge([rank["links"] for rank in ranks])),
     )
 
@@ -186,7 +207,7 @@ def _rates(task: MatmulTask, outcome: Outcome) -> MeasuredRates:
 def time_products(
     folder: Path, manifest: Manifest, launcher: Launcher, observer: Observer
 ) -> Manifest:
-    """The manifest with the rate of matrix products, which is measured and stored unless it is already there."""
+    """The manifest with the rate of matrix products, measured and stored unless it is there."""
     if manifest.matmul is not None:
         return manifest
     observer.waits(STARTING)
@@ -202,9 +223,9 @@ def summary(entries: Iterable[MeasuredRates]) -> list[str]:
     """Lines of text on the entries."""
     lines = []
     for entry in entries:
-        rates = [
-            f"{sum(each) / 1e12:.3g} TFLOP/s in {name}" for name, each in entry.flops_per_s.items()
-        ]
+        rates = []
+        for precision, of_ranks in entry.flops_per_s.items():
+            rates.append(f"{sum(of_ranks) / 1e12:.3g} TFLOP/s in {precision}")
         what = " and ".join(rates)
         if not rates:
             what = f"not known, so neither is MFU against it: {entry.reason}"

@@ -1,4 +1,4 @@
-"""Runs the trials of a run in order, decides what each one does, and resumes where a run stopped."""
+"""Runs the trials of a run in order, decides what each does, and resumes where a run stopped."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ LOG_BYTES = 20_000
 """How much of the end of each rank's log is kept for a failed trial."""
 
 RENEWED_FOR_S = 120.0
-"""Least time between two renewals of the fork servers, which happen between pairs of blocks. Each takes up to 15 s.
+"""Least time between two renewals of the fork servers, which happen between pairs of blocks. Each
+takes up to 15 s.
 
-All children of one process have their libraries at the same addresses, which can shift times by several per cent
-(Mytkowicz et al., "Producing Wrong Data Without Doing Anything Obviously Wrong!", ASPLOS 2009). Several fork servers
-let the trials sample that variation.
+All children of one process have their libraries at the same addresses, which can shift times by
+several per cent (Mytkowicz et al., "Producing Wrong Data Without Doing Anything Obviously Wrong!",
+ASPLOS 2009). Several fork servers let the trials sample that variation.
 """
 
 
@@ -54,7 +55,7 @@ class Observer(Protocol):
         """No trial runs, and this is what the run waits for."""
 
     def expect(self, trials: Sequence[Trial], *, more: bool, budget_left_s: float) -> None:
-        """These trials are left so far; with ``more``, others may follow until the budget is used up."""
+        """These trials are left so far; with ``more``, others may follow within the budget."""
 
     def started(self, trial: Trial, done: int, total: int) -> None: ...
 
@@ -64,7 +65,8 @@ class Observer(Protocol):
 
 
 Judge = Callable[[Sequence[TrialRecord], Manifest, int], InterimAnalysis]
-"""Decides which cells to continue, from the journal's records, the manifest and the number of finished blocks."""
+"""Decides which cells to continue, from the journal's records, the manifest and the number of
+finished blocks."""
 
 
 class Runner:
@@ -92,13 +94,16 @@ class Runner:
         self._journal = journal or Journal(folder)
         self._scratch = folder / "scratch"
         self._life = uuid.uuid4().hex[:8]
-        """Makes names of trial folders unique: a rank that outlives a killed bench cannot write into another trial."""
+        """Makes names of trial folders unique: a rank that outlives a killed bench cannot write
+        into another trial."""
         self._begun_sha256 = manifest.begun_sha256
         self._settings = settings = manifest.settings
         self._corpus = None
         if settings.workload.corpus != "markov":
             self._corpus = str(Path(settings.workload.corpus).resolve())
-        self._budget_s = float(settings.budget_s) if settings.budget_s else math.inf
+        self._budget_s = math.inf
+        if settings.budget_s:
+            self._budget_s = float(settings.budget_s)
         self._skipped = manifest.skipped
         self.schedule = manifest.schedule()
         self._asked = task.passes(
@@ -114,10 +119,12 @@ class Runner:
     def run(self) -> None:
         """Run the remaining trials until the run ends.
 
-        Raises KeyboardInterrupt, or OSError if the disk is full; all finished trials are in the journal then.
+        Raises KeyboardInterrupt, or OSError if the disk is full; all finished trials are in the
+        journal then.
         """
         self._take_stock()
-        # A killed bench may have left folders of trials; the updates of references, which are files, are complete.
+        # A killed bench may have left folders of trials; the updates of references, which are
+        # files, are complete.
         subfolder(self._folder, self._scratch.name)
         for path in filter(Path.is_dir, self._scratch.glob("*")):
             shutil.rmtree(path, ignore_errors=True)
@@ -140,24 +147,26 @@ class Runner:
         """Read the journal's finished trials. Of several records of one trial the last counts."""
         if moved := self._journal.mend():
             self._observer.say(
-                f"the last line of the journal was cut short, and never counted; the rest of it is in {moved}"
+                "the last line of the journal was cut short, and never counted; the rest of it is "
+                f"in {moved}"
             )
         records = self._records()
+        latest: dict[tuple[str, int], Status] = {}
         for record in records:
             self._note_extras(record)
-        latest = {record.key: record.status for record in records}
+            latest[record.key] = record.status
+            if record.status is not Status.INTERRUPTED:
+                self._spent_s += record.wall_s
+        self._num_run = len(records)
         again = {Status.INTERRUPTED}
         if self._retry_failed:
             again = set(Status) - {Status.OK}
         self._done = {key for key, status in latest.items() if status not in again}
         if self._retry_failed:
             # Updates were not checked while their reference was failing.
-            extra = (trial for trial in self.schedule.trials() if trial.extra)
-            self._done -= {trial.key for trial in extra if self._lacks_update(trial)}
-        self._num_run = len(records)
-        self._spent_s = sum(
-            record.wall_s for record in records if record.status is not Status.INTERRUPTED
-        )
+            for trial in self.schedule.trials():
+                if trial.extra and self._lacks_update(trial):
+                    self._done.discard(trial.key)
 
     def _records(self) -> list[TrialRecord]:
         return parse_records(self._journal.read(), self._journal.path)
@@ -165,10 +174,13 @@ class Runner:
     def _expect(self) -> None:
         left = [trial for trial in self.schedule.trials() if trial.key not in self._done]
         self._total = len(self._done) + len(left)
+        budget_left_s = math.inf
+        if not self.schedule.ended:
+            budget_left_s = self._budget_s - self._spent()
         self._observer.expect(
             left,
             more=not self.schedule.ended and self.schedule.known < self.schedule.max_repeats,
-            budget_left_s=math.inf if self.schedule.ended else self._budget_s - self._spent(),
+            budget_left_s=budget_left_s,
         )
 
     def _spent(self) -> float:
@@ -176,9 +188,10 @@ class Runner:
         return self._spent_s + time.monotonic() - self._since
 
     def _run_block(self, repeat: int) -> bool:
-        """Run the rest of a block. Returns False, without running it, if it would exceed the budget.
+        """Run the rest of a block; False, without running it, if it would exceed the budget.
 
-        The first block always runs. A trial is expected to take as long as those of the block before it.
+        The first block always runs. A trial is expected to take as long as those of the block
+        before it.
         """
         block = self.schedule.block(repeat)
         left = [trial for trial in block if trial.key not in self._done]
@@ -204,12 +217,12 @@ class Runner:
         return True
 
     def _prepare(self, names: Sequence[str]) -> None:
-        """Start the processes that ranks of these backends are forked from, which takes some seconds."""
-        loaded: dict[str, None] = {}
+        """Start the processes that ranks of these backends are forked from: some seconds."""
+        packages = set()
         for name in names:
-            packages = (module.partition(":")[0] for module in self._backends[name].preloaded())
-            loaded.update(dict.fromkeys(package.partition(".")[0] for package in packages))
-        what = ", ".join(dict.fromkeys(["torch", *sorted(loaded)]))
+            for module in self._backends[name].preloaded():
+                packages.add(module.partition(":")[0].partition(".")[0])
+        what = ", ".join(["torch", *sorted(packages - {"torch"})])
         self._observer.waits(f"the processes that ranks start from import {what}")
         self._launcher.prepare(names)
 
@@ -223,7 +236,9 @@ class Runner:
             return True
         look = self._judge(self._records(), self._manifest, repeats)
         if not look.open:
-            ended = Ended.NOTHING_TO_COMPARE if look.refused else Ended.PRECISION
+            ended = Ended.PRECISION
+            if look.refused:
+                ended = Ended.NOTHING_TO_COMPARE
             self._decide(look, ended)
         elif repeats >= self.schedule.max_repeats:
             self._decide(dataclasses.replace(look, open=()), Ended.MAX_REPEATS)
@@ -242,9 +257,10 @@ class Runner:
         self._expect()
 
     def _run_one(self, trial: Trial) -> TrialRecord:
-        """Run one trial and append its record to the journal; after an interrupt, record that and re-raise.
+        """Run one trial and append its record to the journal; after an interrupt, re-raise.
 
-        Raises OSError, without a record, if a trial failed while the disk was full, which is taken for the cause.
+        An interrupted trial has a record, too. Raises OSError, without a record, if a trial failed
+        while the disk was full, which is taken for the cause.
         """
         if missing := self._missing(trial):
             outcome = Outcome(status=Status.UNSUPPORTED, reason=missing, ranks=[], wall_s=0.0)
@@ -309,24 +325,28 @@ class Runner:
         return self._scratch / f"reference-{cell.reference().cell_id}.safetensors"
 
     def _truths(self, cell: Cell) -> Truths | None:
-        """What the cell's reference held when its training was over; None if it has not written that."""
+        """What the cell's reference held after its training; None if it has not written that."""
         return read_truths(self._reference_file(cell).with_suffix(EXPECTED))
 
     def _ensure_reference(self, cell: Cell) -> None:
-        """Train the reference again, unrecorded, if its files are gone though its trial is done, as after a resume."""
+        """Train the reference again, unrecorded, if its files are gone, as after a resume."""
         reference = cell.reference()
         if (reference.cell_id, "update") in self._have and not self._reference_file(cell).exists():
             again = self._scratch / f"reference-again-{self._life}"
             self._launch(reference, ("time", "update"), again)
 
     def _passes(self, trial: Trial) -> tuple[str, ...]:
-        """Passes of a trial: the time pass always, the others in the first good trial of the cell that may run them."""
-        cell, asked = trial.cell, self._asked[trial.cell.cell_id]
-        timed = [name for name in asked if name == "time"]
-        wanted: list[str] = []
-        if trial.extra:
-            extra = (name for name in asked if name != "time")
-            wanted = [name for name in extra if (cell.cell_id, name) not in self._have]
+        """Passes of a trial: the time pass always, the others once.
+
+        They run in the first good trial of the cell that may run them.
+        """
+        cell = trial.cell
+        timed, wanted = [], []
+        for name in self._asked[cell.cell_id]:
+            if name == "time":
+                timed.append(name)
+            elif trial.extra and (cell.cell_id, name) not in self._have:
+                wanted.append(name)
         if "update" in wanted and cell != cell.reference():
             self._ensure_reference(cell)
             if not self._reference_file(cell).exists():
@@ -339,11 +359,11 @@ class Runner:
         return "update" in self._asked.get(cell_id, ()) and (cell_id, "update") not in self._have
 
     def _note_extras(self, record: TrialRecord) -> None:
-        if record.status is Status.OK:
-            extra = (*EXTRA_PASSES, *CUDA_PASSES)
-            self._have |= {
-                (record.cell_id, name) for name in extra if getattr(record, name) is not None
-            }
+        if record.status is not Status.OK:
+            return
+        for name in (*EXTRA_PASSES, *CUDA_PASSES):
+            if getattr(record, name) is not None:
+                self._have.add((record.cell_id, name))
 
     def _record(self, trial: Trial, passes: tuple[str, ...], outcome: Outcome) -> dict[str, Any]:
         if damage := wrong(outcome.ranks, passes):
@@ -373,19 +393,20 @@ class Runner:
     def _keep_logs(self, trial: Trial, outcome: Outcome) -> dict[str, Any]:
         """Save the logs of a failed trial. Returns their paths within the run's folder.
 
-        ``log``: the traceback and the end of each rank's log. ``dumps``: dumps of the ranks, if any.
+        ``log``: the traceback and the end of each rank's log. ``dumps``: dumps of ranks, if any.
         """
         cell = trial.cell
         name = f"logs/{cell.backend}-{cell.cell_id}-{trial.repeat}"
         parts = [f"{cell.label}: {outcome.status}: {outcome.reason}\n", outcome.traceback]
         folder = self._folder_of(trial)
-        logs = sorted(folder.rglob("*.log"))
-        ends = [(log, end_of(log, LOG_BYTES).decode(errors="replace")) for log in logs]
-        parts += [f"--- {'/'.join(log.parts[-2:])}\n{end}\n" for log, end in ends]
+        for log in sorted(folder.rglob("*.log")):
+            end = end_of(log, LOG_BYTES).decode(errors="replace")
+            parts.append(f"--- {'/'.join(log.parts[-2:])}\n{end}\n")
         subfolder(self._folder, "logs")
         path = write(self._folder / f"{name}.log", portable("\n".join(parts)))
         kept: dict[str, Any] = {"log": f"{name}.log"}
-        if found := [f"{name}.{dump.name}" for dump in dumps.collect(folder, path.with_suffix(""))]:
+        found = [f"{name}.{dump.name}" for dump in dumps.collect(folder, path.with_suffix(""))]
+        if found:
             kept["dumps"] = found
         return kept
 
@@ -395,30 +416,31 @@ ENDS_RUN = (Status.CRASHED, Status.HANG, Status.TIMEOUT, Status.OOM)
 
 
 def _require_reference(record: TrialRecord) -> None:
-    """Raise InputError if the record is of a reference of a user's model, and it failed: nothing can be compared."""
+    """Raise InputError if this is the reference of a user's model and failed: nothing compares."""
     workload = record.cell.workload
     if record.cell.is_reference and workload != LLAMA and record.status in ENDS_RUN:
         raise InputError(
-            f"workload '{workload}': its reference, with which all others are compared, ended {record.status} "
-            f"({record.reason}); mend the workload, and start a new run"
+            f"workload '{workload}': its reference, with which all others are compared, ended "
+            f"{record.status} ({record.reason}); mend the workload, and start a new run"
         )
 
 
 def _gpus(outcome: Outcome, uuids: Sequence[str]) -> dict[str, Any] | None:
     """The GPUs of a good trial while its ranks timed their steps, by the clock of each node."""
-    found: list[dict[str, Any]] = []
+    gpus: list[dict[str, object]] = []
+    notes: list[str] = []
+    is_known = False
     num_ranks = len(outcome.ranks) // max(1, len(outcome.recordings))
-    for first, recording in zip(
-        range(0, len(outcome.ranks), num_ranks), outcome.recordings, strict=False
-    ):
-        times = [rank["time"] for rank in outcome.ranks[first : first + num_ranks]]
-        began = max((time["began"] for time in times if time["began"] is not None), default=None)
+    for node, recording in enumerate(outcome.recordings):
+        of_node = slice(node * num_ranks, (node + 1) * num_ranks)
+        times = [rank["time"] for rank in outcome.ranks[of_node]]
+        begins = [time["began"] for time in times if time["began"] is not None]
         ended = min(time["ended"] for time in times)
-        if summary := summarize(recording, began, ended, uuids[first : first + num_ranks]):
-            found.append(summary)
-    if not found:
+        summary = summarize(recording, max(begins, default=None), ended, uuids[of_node])
+        if summary is not None:
+            is_known = True
+            gpus += summary["gpus"]
+            notes += summary["notes"]
+    if not is_known:
         return None
-    return {
-        "gpus": [gpu for summary in found for gpu in summary["gpus"]],
-        "notes": [note for summary in found for note in summary["notes"]],
-    }
+    return {"gpus": gpus, "notes": notes}

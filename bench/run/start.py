@@ -35,7 +35,7 @@ from bench.run.manifest import (
 
 @dataclass(frozen=True)
 class Planned:
-    """What a run will train: the matrix with all options applied, and what follows from it on these GPUs."""
+    """What a run will train: the matrix with all options applied, and what follows from it here."""
 
     matrix: Matrix
     backends: dict[str, type[Backend]]
@@ -75,20 +75,28 @@ def create(
     head: str = "",
     sharing: GpuSharing | None = None,
 ) -> Manifest:
-    """Start a run: create its folder and write its manifest. Raises InputError if the folder cannot be used.
+    """Start a run: create its folder and write its manifest.
 
-    ``peaks`` has the predicted peaks of memory in bytes, by cell id; they are stored with the time, to show that they
-    were made before any measurement. ``nodes`` are the fingerprints of all nodes but this one, whose address is
-    ``head``. ``sharing`` says how ranks that share a GPU communicate.
+    ``peaks`` has the predicted peaks of memory in bytes, by cell id; they are stored with the time,
+    to show that they were made before any measurement. ``nodes`` are the fingerprints of all nodes
+    but this one, whose address is ``head``. ``sharing`` says how ranks that share a GPU
+    communicate. Raises InputError if the folder cannot be used.
     """
     if (folder / MANIFEST).exists() or (folder / JOURNAL).exists():
         raise InputError(
-            f"--out {folder}: holds a run already; name another folder, or go on with --resume {folder}"
+            f"--out {folder}: holds a run already; name another folder, or go on with --resume "
+            f"{folder}"
         )
     cells, backends = plan.cells, plan.backends
     used = {cell.backend for cell in cells}
-    remarks = {cell.cell_id: backends[cell.backend].remark(cell) for cell in cells}
-    lossy = {cell.cell_id: backends[cell.backend].lossy(cell) for cell in cells}
+    remarks, lossy = {}, {}
+    for cell in cells:
+        backend = backends[cell.backend]
+        if remark := backend.remark(cell):
+            remarks[cell.cell_id] = remark
+        lost = backend.lossy(cell)
+        if lost is not None:
+            lossy[cell.cell_id] = lost
     fingerprint = machine.fingerprint()
     if nodes:
         fingerprint[CONNECTION] = machine.connection(head)
@@ -101,8 +109,8 @@ def create(
         cells=tuple(cells),
         once=tuple(plan.once),
         skipped=plan.too_large,
-        remarks={cell_id: text for cell_id, text in remarks.items() if text},
-        lossy={cell_id: found for cell_id, found in lossy.items() if found is not None},
+        remarks=remarks,
+        lossy=lossy,
         predicted=Predicted(made=now(), peak_bytes=dict(peaks or {})),
         backends=describe({name: backend for name, backend in backends.items() if name in used}),
         baseline=baseline(plan.matrix, backends),
@@ -122,8 +130,11 @@ def create(
 
 def code(cells: Sequence[Cell], backends: Mapping[str, type[Backend]]) -> dict[str, str]:
     """SHA-256 of the code that these cells run, as from ``bench.run.machine.code``."""
-    workloads = {cell.workload: sources(cell.workload) for cell in cells}
-    return machine.code({cell.backend: backends[cell.backend] for cell in cells}, workloads)
+    used, workloads = {}, {}
+    for cell in cells:
+        used[cell.backend] = backends[cell.backend]
+        workloads[cell.workload] = sources(cell.workload)
+    return machine.code(used, workloads)
 
 
 def cells_of(folder: Path, manifest: Manifest) -> tuple[Cell, ...]:
@@ -139,7 +150,10 @@ def cells_of(folder: Path, manifest: Manifest) -> tuple[Cell, ...]:
 
 
 def backends_of(folder: Path, manifest: Manifest) -> dict[str, type[Backend]]:
-    """The backends of a run's cells; a class given as ``module:Class`` is loaded again. Raises InputError."""
+    """The backends of a run's cells; a class given as ``module:Class`` is loaded again.
+
+    Raises InputError.
+    """
     names = {cell.backend for cell in cells_of(folder, manifest)}
     for name in names - registry(names).keys():
         if named := manifest.backends.get(name, {}).get("class"):
@@ -150,9 +164,10 @@ def backends_of(folder: Path, manifest: Manifest) -> dict[str, type[Backend]]:
 def reopen(
     folder: Path, backends: Mapping[str, type[Backend]], nodes: Sequence[Mapping[str, object]] = ()
 ) -> Manifest:
-    """The manifest of a run to resume. Raises InputError if a machine, the software or the code has changed.
+    """The manifest of a run to resume.
 
-    Code is compared by content, not by commit: an installed package has no commit, and uncommitted changes count too.
+    Code is compared by content, not by commit: an installed package has no commit, and uncommitted
+    changes count too. Raises InputError if a machine, the software or the code has changed.
     """
     manifest = read_manifest(folder)
     cells = cells_of(folder, manifest)
@@ -160,7 +175,8 @@ def reopen(
         manifest.schedule()
     except InputError as error:
         raise InputError(
-            f"{folder / MANIFEST}: its looks and repeats are not those of a run ({error}); restore the file"
+            f"{folder / MANIFEST}: its looks and repeats are not those of a run ({error}); restore "
+            "the file"
         ) from error
     if unknown := {cell.backend for cell in cells} - backends.keys():
         raise InputError(
@@ -172,14 +188,16 @@ def reopen(
         if manifest.git.commit:
             back = f"go back to commit {manifest.git.commit[:12]}"
         raise InputError(
-            f"--resume {folder}: the code of the bench, of a backend or of the workload is not what it was when the "
-            f"run began; trials of both do not belong in one run, so {back}, or start a new one"
+            f"--resume {folder}: the code of the bench, of a backend or of the workload is not "
+            f"what it was when the run began; trials of both do not belong in one run, so {back}, "
+            "or start a new one"
         )
     needed = len(manifest.nodes)
     if needed != len(nodes):
         begun = plural(1 + needed, "node")
         raise InputError(
-            f"--resume {folder}: was begun on {begun}, and this job has {1 + len(nodes)}; start as many"
+            f"--resume {folder}: was begun on {begun}, and this job has {1 + len(nodes)}; start as "
+            "many"
         )
     _require_alike(manifest.node, machine.fingerprint(), f"--resume {folder}: ")
     for number, (stored, node) in enumerate(zip(manifest.nodes, nodes, strict=True), start=1):
@@ -189,7 +207,8 @@ def reopen(
         found = describe_file(corpus, cell.sequence_length + 1, f"--resume {folder}: corpus")
         if found != cell.corpus:
             raise InputError(
-                f"--resume {folder}: the corpus was {cell.corpus} and is {found}; restore it, or start a new run"
+                f"--resume {folder}: the corpus was {cell.corpus} and is {found}; restore it, or "
+                "start a new run"
             )
     return manifest
 
@@ -198,13 +217,15 @@ def _find_configs(folder: Path, manifest: Manifest, cells: Sequence[Cell]) -> No
     """Find the files of the configs that the cells name. Raises InputError if one has changed."""
     settings = manifest.settings
     asked = [settings.workload.workload]
-    asked += [str(group.get("workload.workload", "")) for group in settings.groups]
+    for group in settings.groups:
+        asked.append(str(group.get("workload.workload", "")))
     known = {name_config(name) for name in asked if name.startswith(HUGGING_FACE)}
-    for workload in {cell.workload for cell in cells if cell.workload.startswith(HUGGING_FACE)}:
-        if known and workload not in known:
+    for cell in cells:
+        workload = cell.workload
+        if known and workload.startswith(HUGGING_FACE) and workload not in known:
             raise InputError(
-                f"--resume {folder}: the workload was {workload}, and the config is now {', '.join(sorted(known))}; "
-                "restore it, or start a new run"
+                f"--resume {folder}: the workload was {workload}, and the config is now "
+                f"{', '.join(sorted(known))}; restore it, or start a new run"
             )
 
 
@@ -213,8 +234,8 @@ def _require_alike(stored: NodeFacts, found: Mapping[str, object], place: str) -
     parts = [part for part in found if part in stored.fingerprint]
     for change in machine.differences(stored.fingerprint, found, parts):
         raise InputError(
-            f"{place}{change.key} was {change.a!r} and is {change.b!r}; timings of both do not belong in one run, so "
-            "start a new one"
+            f"{place}{change.key} was {change.a!r} and is {change.b!r}; timings of both do not "
+            "belong in one run, so start a new one"
         )
 
 
@@ -224,21 +245,23 @@ def now() -> str:
 
 
 RESERVE_BYTES = 16 * 2**20
-"""Space that must be free before a trial starts: for logs, its record, and the tables and plots at the end."""
+"""Space that must be free before a trial starts: for logs, its record, and the tables and plots at
+the end."""
 RECORD_BYTES, STEP_BYTES, RANK_STEP_BYTES = 6_000, 60, 14
 """Size of a trial's record: fixed part, per step, and per step and rank. Rounded up."""
 
 
 def needed(cells: Sequence[Cell], repeats: int) -> int:
-    """Rough number of bytes that a run will write, without the references of models that are not shipped."""
+    """Rough number of bytes that a run will write, without references of models not shipped."""
     total = RESERVE_BYTES
     for cell in cells:
-        total += repeats * (
-            RECORD_BYTES + cell.windows * (STEP_BYTES + RANK_STEP_BYTES * cell.world_size)
-        )
+        step_bytes = STEP_BYTES + RANK_STEP_BYTES * cell.world_size
+        total += repeats * (RECORD_BYTES + cell.windows * step_bytes)
         if cell.is_reference and cell.workload == "llama":
-            references = 2 if cell.clip_norm else 1
-            total += SIZES[cell.model].num_parameters * 4 * references
+            reference_bytes = SIZES[cell.model].num_parameters * 4
+            total += reference_bytes
+            if cell.clip_norm:
+                total += reference_bytes
     return total
 
 
@@ -252,8 +275,8 @@ def require(folder: Path, plan: Planned, place: str) -> None:
     need, have = needed(plan.cells, plan.matrix["repeats"]), free(folder)
     if have < need:
         raise InputError(
-            f"{place}: the run needs about {need / 2**20:,.0f} MiB, and {have / 2**20:,.0f} MiB are free; "
-            "free some, or name another folder"
+            f"{place}: the run needs about {need / 2**20:,.0f} MiB, and {have / 2**20:,.0f} MiB "
+            "are free; free some, or name another folder"
         )
 
 

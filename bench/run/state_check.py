@@ -1,4 +1,4 @@
-"""Compares what the ranks of a trial held when a training was over: with each other, and with the reference.
+"""Compares what the ranks of a trial held after its training: with each other, and the reference.
 
 It works on projections of tensors (``bench.measure.projection``), in the bench's own process.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from typing_extensions import TypedDict
 
 from bench import validation
 from bench.errors import InputError
@@ -29,25 +30,33 @@ from bench.measure.projection import (
 )
 
 SMALL = 0.1
-"""A tensor of less than this share of the root mean square of its kind is compared with that share. The gradient of the
-bias of an attention's keys should be 0: its relative error would be one of nothing."""
+"""A tensor of less than this share of the root mean square of its kind is compared with that share.
+The gradient of the bias of an attention's keys should be 0: its relative error would be one of
+nothing."""
 ROUNDING = 2.0**-23
 """Of an fp32 number, relative: what subtracting an update from a weight may leave, twice over."""
 MOST_NAMED = 3
 """Tensors that a sentence names."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Worst:
+class Worst(TypedDict):
     """The tensor of a kind that is furthest from what it should be."""
 
     error: float
     tensor: str
-    rank: int | None = None
+
+
+class Apart(Worst):
+    """The tensor of which two ranks hold values that are furthest apart."""
+
+    rank: int
+    """The other one."""
+    num_tensors: int
+    """Tensors, or shards, that several ranks hold."""
 
 
 def read_truths(path: Path) -> Truths | None:
-    """What the reference held; None if there is no such file. Raises InputError for a damaged one."""
+    """What the reference held; None if there is no such file. Raises InputError if damaged."""
     try:
         content = json.loads(read_regular(path, INPUT_BYTES))
     except FileNotFoundError:
@@ -62,14 +71,14 @@ def parts_of(result: Sequence[Mapping[str, Any]] | None) -> list[Part]:
     return [Part(**part) for part in result or ()]
 
 
-def ranks_apart(ranks: Sequence[Sequence[Part]]) -> tuple[Worst | None, int]:
-    """How far replicas of one tensor, or of one shard, are apart, and the number of tensors of which there are several.
+def ranks_apart(ranks: Sequence[Sequence[Part]]) -> Apart | None:
+    """How far replicas of a tensor, or of a shard, are apart; None if no two ranks hold the same.
 
-    ``error`` is the distance from the first rank that holds the tensor, relative to its norm there; the worst of all.
-    None if no two ranks hold the same.
+    ``error`` is the distance from the first rank that holds the tensor, relative to its norm there;
+    the worst of all.
     """
     first: dict[tuple[str, str, int, int], Part] = {}
-    worst: Worst | None = None
+    worst: Apart | None = None
     several: set[tuple[str, str, int, int]] = set()
     for rank, parts in enumerate(ranks):
         for part in parts:
@@ -81,9 +90,12 @@ def ranks_apart(ranks: Sequence[Sequence[Part]]) -> tuple[Worst | None, int]:
                 continue
             several.add(place)
             error = _relative(part.projections, first[place].projections)
-            if worst is None or error > worst.error:
-                worst = Worst(error=error, tensor=_named(part.kind, part.name), rank=rank)
-    return worst, len(several)
+            if worst is None or error > worst["error"]:
+                tensor = _named(part.kind, part.name)
+                worst = Apart(error=error, tensor=tensor, rank=rank, num_tensors=0)
+    if worst is not None:
+        worst["num_tensors"] = len(several)
+    return worst
 
 
 def _named(kind: str, name: str) -> str:
@@ -107,36 +119,34 @@ def _relative(ours: Sequence[float], theirs: Sequence[float]) -> float:
 def check_end(
     ranks: Sequence[Mapping[str, Any]], truths: Truths | None, windows: int
 ) -> dict[str, Any]:
-    """What is to be recorded of the ends of a training on all ranks (``bench.run.trial_record.EndCheck``)."""
+    """What is recorded of the end of a training, as ``bench.run.trial_record.EndCheck`` has it."""
     parts = [parts_of(rank["parts"]) for rank in ranks]
-    settings = dict.fromkeys(text for rank in ranks for text in rank["settings"])
-    counted = [rank["steps"] for rank in ranks if rank["steps"] is not None]
+    settings: list[str] = []
+    steps: int | None = None
+    for rank in ranks:
+        settings += rank["settings"]
+        if rank["steps"] is not None:
+            steps = max(rank["steps"], steps or 0)
     found: dict[str, Any] = {
-        "settings": list(settings),
-        "steps": max(counted, default=None),
+        "settings": list(dict.fromkeys(settings)),
+        "steps": steps,
         "rounded": [],
         "errors": {},
         "num_tensors": 0,
         "unchecked": "",
     }
-    worst, several = ranks_apart(parts)
-    if worst is not None:
-        found["ranks"] = {
-            "error": worst.error,
-            "tensor": worst.tensor,
-            "rank": worst.rank,
-            "num_tensors": several,
-        }
-    if reason := _why_not(truths, windows):
-        found["unchecked"] = reason
+    apart = ranks_apart(parts)
+    if apart is not None:
+        found["ranks"] = apart
+    if truths is None:
+        found["unchecked"] = "there is none of the reference"
         return found
-    assert truths is not None
+    if truths.windows != windows:
+        found["unchecked"] = f"the reference trains {truths.windows} of {windows} windows"
+        return found
     found["rounded"] = list(_rounded(parts, truths))[:MOST_NAMED]
-    errors, missing = _errors(parts, truths, windows)
-    found["errors"] = {
-        kind: {"error": each.error, "tensor": each.tensor} for kind, each in errors.items()
-    }
-    found["num_tensors"] = sum(len(of_kind) for of_kind in truths.tensors.values()) - len(missing)
+    found["errors"], missing = _errors(parts, truths, windows)
+    found["num_tensors"] = sum(map(len, truths.tensors.values())) - len(missing)
     if missing and ranks[0]["whole"]:
         found["unchecked"] = (
             f"{missing[0]} and {len(missing) - 1} more tensors are not those of the reference"
@@ -146,34 +156,33 @@ def check_end(
     return found
 
 
-def _why_not(truths: Truths | None, windows: int) -> str:
-    if truths is None:
-        return "there is none of the reference"
-    if truths.windows != windows:
-        return f"the reference trains {truths.windows} of {windows} windows"
-    return ""
-
-
 def _rounded(ranks: Sequence[Sequence[Part]], truths: Truths) -> Iterator[str]:
     """Tensors that a rank holds with no more digits than bf16, and the reference with more."""
     told = set()
     for rank, parts in enumerate(ranks):
         for part in parts:
-            right = truths.tensors.get(part.kind, {}).get(part.name)
-            if part.kind == PARAMETERS:
-                right = truths.tensors.get(TRAINED, {}).get(part.name)
-            is_finer_there = right is None or not right.is_rounded
-            is_checked = right is not None or not part.name
-            what = _named(part.kind, part.name or "what the optimizer steps")
-            if part.is_rounded and is_finer_there and is_checked and what not in told:
-                told.add(what)
-                yield what if rank == 0 else f"{what} on rank {rank}"
+            if not part.is_rounded:
+                continue
+            kind, what = part.kind, _named(part.kind, part.name or "what the optimizer steps")
+            if kind == PARAMETERS:
+                kind = TRAINED
+            right = truths.tensors.get(kind, {}).get(part.name)
+            if right is None:
+                is_wrong = not part.name  # of a name that the reference lacks nothing is known
+            else:
+                is_wrong = not right.is_rounded
+            if not is_wrong or what in told:
+                continue
+            told.add(what)
+            if rank:
+                what = f"{what} on rank {rank}"
+            yield what
 
 
 def _errors(
     ranks: Sequence[Sequence[Part]], truths: Truths, windows: int
 ) -> tuple[dict[str, Worst], list[str]]:
-    """The worst tensor of each kind, and the tensors of the reference that the ranks do not have in full."""
+    """The worst tensor of each kind, and those of the reference that the ranks lack in part."""
     shards: dict[tuple[str, str], dict[int, Part]] = {}
     for parts in ranks:
         for part in parts:
@@ -181,21 +190,24 @@ def _errors(
     worst: dict[str, Worst] = {}
     missing: list[str] = []
     for kind, of_kind in truths.tensors.items():
-        count = sum(right.count for right in of_kind.values())
-        mean = math.sqrt(math.fsum(right.scale**2 for right in of_kind.values()) / max(1, count))
+        count, squares = 0, []
+        for right in of_kind.values():
+            count += right.count
+            squares.append(right.scale**2)
+        mean = math.sqrt(math.fsum(squares) / max(1, count))
         for name, right in of_kind.items():
             held = shards.get((kind, name), {})
             if sum(part.count for part in held.values()) != right.count:
                 missing.append(_named(kind, name))
                 continue
             error = _error(held, right, kind, mean, windows)
-            if kind not in worst or error > worst[kind].error:
+            if kind not in worst or error > worst[kind]["error"]:
                 worst[kind] = Worst(error=error, tensor=name)
     return worst, missing
 
 
 def _error(shards: Mapping[int, Part], right: Truth, kind: str, mean: float, windows: int) -> float:
-    """The distance of a tensor from the reference's, relative to what training has made of it there."""
+    """The distance of a tensor from the reference's, relative to what training made of it there."""
     ours = added([shards[start].projections for start in sorted(shards)])
     apart = distance(ours, right.projections)
     if kind == TRAINED:  # each window rounds the weights once more

@@ -1,7 +1,8 @@
-"""The modules that a trial depends on, found by their imports: if they have changed, a run cannot be resumed.
+"""The modules that a trial depends on, found by their imports: a change of them ends a run.
 
-They are what the runner imports, and what it names for other processes (``"bench.measure.trial:work"``). What serves
-everybody (files, words of messages) is not among them: it reads, writes and words, but neither trains nor measures.
+They are what the runner imports, and what it names for other processes
+(``"bench.measure.trial:work"``). What serves everybody (files, words of messages) is not among
+them: it reads, writes and words, but neither trains nor measures.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ NAMED = re.compile(r"(bench(?:\.\w+)+)(?::\w+)?")
 
 @cache
 def modules(package: Path = PACKAGE) -> tuple[Path, ...]:
-    """The files of these modules in the folder of the package, sorted; all backends are among them."""
+    """The files of these modules in the folder of the package, sorted, with all backends."""
     found: dict[str, Path] = {}
     backends = [_name(path, package) for path in (package / "backends").glob("*.py")]
     waiting = [*ENTRIES, *backends]

@@ -1,9 +1,10 @@
-"""The record of a trial: merged from the results of its ranks, without its warm-up, and validated."""
+"""The record of a trial: merged from the results of its ranks, without warm-up, and validated."""
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,7 +57,8 @@ class Timings:
     marking_s: Seconds = 0.0
     """What the kernel's clock may tell more."""
     observed_span_s: Number | None = None
-    """The same by the kernel's clock (``bench.measure.heartbeat``); None if that was set meanwhile."""
+    """The same by the kernel's clock (``bench.measure.heartbeat``); None if that was set meanwhile.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,7 @@ class RanksApart:
 
 @dataclass(frozen=True, kw_only=True)
 class EndCheck:
-    """What the ranks held after the last window, beside the reference's (``bench.run.state_check``)."""
+    """What the ranks held at the end, beside the reference's (``bench.run.state_check``)."""
 
     errors: dict[str, WrongTensor]
     """By kind: trained parameters, and keys of the optimizer's state."""
@@ -138,7 +140,8 @@ class MergedTimings(Timings):
 
     host: SharedCpus | None
     num_warmup: Natural
-    """Steps before the timed ones. In older journals also timed ones that were taken for warm-up; all count now."""
+    """Steps before the timed ones. In older journals also timed ones that were taken for warm-up;
+    all count now."""
     rank_step_seconds: list[list[Duration]] = field(default_factory=list)
     ranks_agree: Flag
     end: EndCheck | None = None
@@ -310,7 +313,9 @@ class TrialRecord(PassResults):
     @property
     def backend_settings(self) -> dict[str, object] | None:
         """What the backend said of its settings; None if no pass asked it."""
-        return self.settings if self.time is None else self.time.settings
+        if self.time is None:
+            return self.settings
+        return self.time.settings
 
 
 NEVER_EMPTY = ("time", "collectives", "memory", "dispatch")
@@ -318,11 +323,15 @@ NEVER_EMPTY = ("time", "collectives", "memory", "dispatch")
 
 
 def parse_records(records: Sequence[Mapping[str, object]], journal: Path) -> list[TrialRecord]:
-    """The records of a journal. Raises InputError naming the journal, the record and the key of an impossible value."""
-    return [
-        validation.read(TrialRecord, record, f"{journal}: trial {number} was edited: ")
-        for number, record in enumerate(records, start=1)
-    ]
+    """The records of a journal.
+
+    Raises InputError naming the journal, the record and the key of an impossible value.
+    """
+    found = []
+    for number, record in enumerate(records, start=1):
+        place = f"{journal}: trial {number} was edited: "
+        found.append(validation.read(TrialRecord, record, place))
+    return found
 
 
 OF_HOLDING = (HELD, COPIED_TO_HOST, COPIED_TO_DEVICE)
@@ -330,56 +339,60 @@ OF_HOLDING = (HELD, COPIED_TO_HOST, COPIED_TO_DEVICE)
 
 
 def merge(ranks: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Merge ``memory`` over ranks: each total is the maximum over ranks, with its parts from the same rank.
+    """Merge ``memory``: each total is the maximum over ranks, with its parts from the same rank.
 
-    So the parts add up to their total. The allocator's values come from the rank with the largest peak. The host's come
-    from the same rank as the device's, and what is copied from the one that holds most.
+    So the parts add up to their total. The allocator's values come from the rank with the largest
+    peak. The host's come from the same rank as the device's, and what is copied from the one that
+    holds most.
     """
-    merged: dict[str, int] = {}
     fullest = max(ranks, key=lambda memory: memory.get(PEAK, 0))
     most_held = max(ranks, key=lambda memory: memory.get(HELD, 0))
-    for memory, held in ((fullest, False), (most_held, True)):
-        merged |= {
-            key: value
-            for key, value in memory.items()
-            if key.removeprefix(f"{ON_HOST}_").startswith(OF_HOLDING) == held
-        }
-    return merged
+    of_peak = {name: size for name, size in fullest.items() if not _is_of_holding(name)}
+    of_holding = {name: size for name, size in most_held.items() if _is_of_holding(name)}
+    return of_peak | of_holding
+
+
+def _is_of_holding(name: str) -> bool:
+    return name.removeprefix(f"{ON_HOST}_").startswith(OF_HOLDING)
+
+
+MERGES: Mapping[str, Callable[[list[Any]], object]] = {
+    "memory": merge,
+    "exposure": exposure.merge,
+    "dispatch": dispatch.merge,
+}
+"""How the results of a pass are merged over ranks, where that takes nothing but these results."""
 
 
 def merge_ranks(ranks: list[dict[str, Any]], truths: Truths | None = None) -> dict[str, Any]:
-    """Merge the results of the ranks of one trial, rank 0 first, and compare what they held at the end with ``truths``.
+    """Merge the results of the ranks of one trial, rank 0 first.
 
-    A step takes as long as its slowest rank, and one rank out of memory ends the trial, so times and memory are maxima
-    (memory: see ``merge``). The loss of a step is the mean over ranks, since all see the same number of samples.
-    Updates and collectives are rank 0's. Times of collectives are those of the rank with the most exposed time, and
-    missing if any rank's are. Host costs of a window are maxima.
+    What they held at the end is compared with ``truths``. A step takes as long as its slowest rank,
+    and one rank out of memory ends the trial, so times and memory are maxima (memory: see
+    ``merge``). The loss of a step is the mean over ranks, since all see the same number of samples.
+    Updates and collectives are rank 0's. Times of collectives are those of the rank with the most
+    exposed time, and missing if any rank's are. Host costs of a window are maxima.
 
-    ``num_warmup`` counts the steps before the timed ones: the warm-up windows of the cell. ``rank_step_seconds`` has
-    the timed steps of every rank, and on GPUs ``device_uuids`` names the device of each.
+    ``num_warmup`` counts the steps before the timed ones: the warm-up windows of the cell.
+    ``rank_step_seconds`` has the timed steps of every rank, and on GPUs ``device_uuids`` names the
+    device of each.
     """
     first = ranks[0]
-    merged = {
-        key: value
-        for key, value in first.items()
-        if key not in ("time", "memory", "device_uuid", "update_parts")
-    }
+    merged = dict(first)
+    for name in ("time", "memory", "device_uuid", "update_parts"):
+        merged.pop(name, None)
     if first.get("device_uuid"):
         merged["device_uuids"] = [rank.get("device_uuid") for rank in ranks]
     merged["training_s"] = max(rank["training_s"] for rank in ranks)
-    if "memory" in first:
-        merged["memory"] = merge([rank["memory"] for rank in ranks])
-    if "exposure" in first:
-        merged["exposure"] = exposure.merge([rank["exposure"] for rank in ranks])
-    if "dispatch" in first:
-        merged["dispatch"] = dispatch.merge([rank["dispatch"] for rank in ranks])
+    for name, merged_by in MERGES.items():
+        if name in first:
+            merged[name] = merged_by([rank[name] for rank in ranks])
     if "time" in first:
         merged["time"] = _merge_times([rank["time"] for rank in ranks], truths)
     if merged.get("update") and "update_parts" in first:
-        worst, several = ranks_apart([parts_of(rank["update_parts"]) for rank in ranks])
-        if worst is not None:
-            apart = {"error": worst.error, "tensor": worst.tensor, "rank": worst.rank}
-            merged["update"] = merged["update"] | {"ranks": apart | {"num_tensors": several}}
+        apart = ranks_apart([parts_of(rank["update_parts"]) for rank in ranks])
+        if apart is not None:
+            merged["update"] = merged["update"] | {"ranks": apart}
     return merged
 
 
@@ -388,39 +401,56 @@ def _merge_times(times: list[dict[str, Any]], truths: Truths | None) -> dict[str
     if all(time.get("end") for time in times):
         windows = max(time["num_updates"] for time in times)
         merged["end"] = check_end([time["end"] for time in times], truths, windows)
-    for name in ("warmup_seconds", "step_seconds"):
-        merged[name] = [max(step) for step in zip(*(t[name] for t in times), strict=False)]
-    merged["rank_step_seconds"] = [[round(s, 9) for s in t["step_seconds"]] for t in times]
+    merged["warmup_seconds"] = list(map(max, _by_step(times, "warmup_seconds")))
+    merged["step_seconds"] = list(map(max, _by_step(times, "step_seconds")))
+    merged["rank_step_seconds"] = []
+    for time in times:
+        merged["rank_step_seconds"].append([round(s, 9) for s in time["step_seconds"]])
     # There is one interval fewer than updates, hence the extra 1.
     merged["num_warmup"] = len(merged["warmup_seconds"]) + 1
-    merged["host"] = host.merge([t["host"] for t in times])
-    merged["losses"] = [
-        statistics.fmean(step) for step in zip(*(t["losses"] for t in times), strict=False)
-    ]
+    merged["host"] = host.merge([time["host"] for time in times])
+    merged["losses"] = list(map(statistics.fmean, _by_step(times, "losses")))
     merged |= _spans(times)
-    merged["ranks_agree"] = len({(t["num_updates"], t["num_micro_batches"]) for t in times}) == 1
+    counts = {(time["num_updates"], time["num_micro_batches"]) for time in times}
+    merged["ranks_agree"] = len(counts) == 1
     if merged["cuda_memory"]:
-        every = [t["cuda_memory"] for t in times]
-        merged["cuda_memory"] = {
-            name: max(each[name] for each in every if name in each) for name in every[0]
-        }
+        merged["cuda_memory"] = _most([time["cuda_memory"] for time in times])
     return merged
 
 
+def _by_step(times: Sequence[Mapping[str, Any]], name: str) -> Iterator[tuple[float, ...]]:
+    """The values of all ranks, step by step."""
+    return zip(*(time[name] for time in times), strict=False)
+
+
+def _most(ranks: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """The maximum over ranks of each number that rank 0 has."""
+    most = dict(ranks[0])
+    for numbers in ranks:
+        for name, value in numbers.items():
+            if name in most:
+                most[name] = max(most[name], value)
+    return most
+
+
 def _spans(times: list[dict[str, Any]]) -> dict[str, float]:
-    """The spans of the rank whose clock is farthest from the kernel's; of rank 0 if none was observed."""
-    observed = [time for time in times if time.get("observed_span_s") is not None]
-
-    def apart(time: dict[str, Any]) -> float:
-        return float(abs(time["span_s"] - time["observed_span_s"]) - time["marking_s"])
-
-    farthest = max(observed, key=apart, default=times[0])
-    names = ("span_s", "marking_s", "observed_span_s")
-    return {name: farthest[name] for name in names if name in farthest}
+    """The spans of the rank whose clock is farthest from the kernel's; else of rank 0."""
+    farthest, most = times[0], -math.inf
+    for time in times:
+        if time.get("observed_span_s") is None:
+            continue
+        apart = abs(time["span_s"] - time["observed_span_s"]) - time["marking_s"]
+        if apart > most:
+            farthest, most = time, apart
+    found: dict[str, float] = {}
+    for name in ("span_s", "marking_s", "observed_span_s"):
+        if name in farthest:
+            found[name] = farthest[name]
+    return found
 
 
 def wrong(ranks: Sequence[Mapping[str, Any]], passes: Sequence[str]) -> str:
-    """Describe the first result that is invalid or incomplete for these passes; empty if all are valid.
+    """Describe the first result that is invalid or incomplete for these passes; empty if none is.
 
     Results come from other processes, through files, so they are validated before they are used.
     """
@@ -435,7 +465,7 @@ def wrong(ranks: Sequence[Mapping[str, Any]], passes: Sequence[str]) -> str:
 
 
 def _missing(result: Mapping[str, Any], passes: Sequence[str]) -> str:
-    """The first pass without the result that it always has; ``RankResult`` says what a result needs."""
+    """The first pass without the result that it always has; see ``RankResult``."""
     for name in passes:
         if name not in result or (name in NEVER_EMPTY and result[name] is None):
             return name

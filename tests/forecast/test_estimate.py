@@ -11,7 +11,7 @@ import pytest
 
 from bench.files import RESULTS
 from bench.forecast import estimate
-from bench.forecast.estimate import costs
+from bench.forecast.estimate import TrialSeconds, costs
 from bench.plan.cell import Cell, Device, Precision, Sharding
 from bench.plan.models import SIZES
 from bench.plan.schedule import Cost
@@ -29,12 +29,48 @@ def test_earlier_walls_are_medians_of_good_trials(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (tmp_path / name / "trials.jsonl").write_text(text + '{"torn": ')
-    assert estimate.earlier_walls(tmp_path) == {cell.cell_id: 2.0}
+    (walls,) = estimate.earlier_walls(tmp_path).values()
+    assert walls.instead_of(TrialSeconds(None)) == TrialSeconds(2.0)
+    assert list(estimate.earlier_walls(tmp_path)) == [cell.cell_id]
     assert estimate.earlier_walls(tmp_path / "nothing here") == {}
 
 
-def on_gpu(**changes: Any) -> Cost:
-    """Of a cell of the 135m model on one H100, with all passes that it has beside others of other N."""
+def write_walls(folder: Path, cell: Cell, timed: list[float], checked: list[float]) -> None:
+    """A run in which trials of a cell with the time pass alone, and with all passes, took so long."""
+    records = [make_record(cell, wall_s=wall, passes=["time"]) for wall in timed]
+    records += [make_record(cell, wall_s=wall) for wall in checked]
+    (folder / "run").mkdir()
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "run" / "trials.jsonl").write_text(text)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_checks_that_run_once_are_counted_beside_earlier_walls(
+    is_own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = make_cell()
+    if is_own:
+        cell = make_cell(workload="mine:Own")
+    monkeypatch.setattr(estimate, "RESULTS", tmp_path)
+    write_walls(tmp_path, cell, [2.0, 9.0, 3.0], [11.0, 7.0])
+    cost = costs([cell], [], ())[cell.cell_id]
+    assert (cost.seconds, cost.once_s) == (3.0, 6.0)
+    assert cost.total(1) == 9.0 and cost.total(4) == 4 * 3.0 + 6.0
+
+
+def test_checks_that_never_ran_are_estimated_beside_earlier_walls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate, "RESULTS", tmp_path)
+    unknown = on_gpu(accumulate=2)
+    assert unknown.once_s > 0
+    write_walls(tmp_path, gpu_cell(accumulate=2), [4.0], [])
+    known = on_gpu(accumulate=2)
+    assert (known.seconds, known.once_s) == (4.0, unknown.once_s)
+
+
+def gpu_cell(**changes: Any) -> Cell:
+    """A cell of the 135m model on one GPU."""
     values: dict[str, Any] = {
         "model": "135m",
         "device": Device.CUDA,
@@ -42,7 +78,12 @@ def on_gpu(**changes: Any) -> Cost:
         "world_size": 1,
     }
     values |= {"sequence_length": 2048, "global_batch_size": 32} | changes
-    cell = make_cell(**values)
+    return make_cell(**values)
+
+
+def on_gpu(**changes: Any) -> Cost:
+    """Of such a cell on an H100, with all passes that it has beside others of other N."""
+    cell = gpu_cell(**changes)
     cells = {dataclasses.replace(cell, accumulate=n) for n in (1, 2, 32)} | {cell}
     return costs([*cells], [{"name": "NVIDIA H100 80GB HBM3"}], ())[cell.cell_id]
 

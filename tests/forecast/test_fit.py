@@ -134,14 +134,14 @@ def test_the_gpu_matrix_takes_no_longer_than_it_says(
 def test_the_matrix_for_a_lease_fits_an_h100_and_its_time(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In 10 of 15 minutes; what is left is for the machine to start, and to pack."""
+    """In 11 of 15 minutes; what is left is for the machine to start, and to pack."""
     assert main(["plan", "--matrix", "h100-15min", "--on", "1 x H100 80GiB"]) == 0
     out = capsys.readouterr().out
     assert "skipped:" not in out
     found = re.search(
         r"up to 5 repeats of each cell: about (\d+) min: (\d+) for the first repeat", out
     )
-    assert found and int(found[1]) <= 10 and int(found[2]) <= 5
+    assert found and int(found[1]) <= 11 and int(found[2]) <= 6
     assert "would exceed its budget of 11 min, into which all of them fit" in out
     assert (
         main(["plan", "--matrix", "h100-15min", "--on", "1 x H100 80GiB", "--repeats", "50"]) == 0

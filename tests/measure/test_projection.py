@@ -52,14 +52,14 @@ def part(values: torch.Tensor, name: str = "a", start: int = 0, kind: str = "exp
 
 def test_replicas_are_compared_and_shards_are_not() -> None:
     values = torch.randn(100)
-    worst, several = ranks_apart([[part(values)], [part(values)], [part(values * 1.01)]])
-    assert worst is not None and several == 1
-    assert (worst.tensor, worst.rank) == ("exp_avg of a", 2)
-    assert 0.003 < worst.error < 0.03
+    apart = ranks_apart([[part(values)], [part(values)], [part(values * 1.01)]])
+    assert apart is not None and apart["num_tensors"] == 1
+    assert (apart["tensor"], apart["rank"]) == ("exp_avg of a", 2)
+    assert 0.003 < apart["error"] < 0.03
     shards = [[part(values[:50])], [part(values[50:], start=50)]]
-    assert ranks_apart(shards) == (None, 0)
+    assert ranks_apart(shards) is None
     nameless = [[part(values, name="")], [part(-values, name="")]]
-    assert ranks_apart(nameless) == (None, 0)
+    assert ranks_apart(nameless) is None
 
 
 def test_shards_of_ranks_are_held_against_the_whole_tensor() -> None:
