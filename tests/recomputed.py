@@ -77,7 +77,7 @@ def over_runs(alone: list[Interval]) -> Interval:
         return Interval(centre, runs=centres)
     spreads = [(float(np.std(centres, ddof=1)), k - 1.0)]
     known = [each for each in alone if each.num_values]
-    if known:
+    if any(each.error for each in known):
         squares = [each.error**2 for each in known]
         fourth = sum(each.error**4 / (each.num_values - 1) for each in known)
         spreads.append((math.sqrt(float(np.mean(squares))), sum(squares) ** 2 / fourth))

@@ -21,7 +21,7 @@ from tests.recomputed import ROOT, Groups, Interval, Run, pool_of, shows, shows_
 from tests.sentences import MIB, RULES, compiled
 
 RUNS = ("cpu", "popular", "curves")
-POOLED = {"cpu": pool_of("cpu")}
+POOLED = {name: pool_of(name) for name in ("cpu", "popular")}
 """The other runs in the reports of a run, and in README."""
 CITED = {
     "cpu": ("fsdp2-deferred N=8 W=2 fp32", "fsdp2-eager N=8 W=2 fp32"),

@@ -156,7 +156,6 @@ def _fastest(data: Analysis, group: Group) -> Iterator[Finding]:
         following = others[0]
         following_text = _with_ratio(following.backend, pairs.get(following.cell_id))
         text += f". Next: {following_text} times its time"
-        text += f". Next: {named} times its time"
     yield good("Fastest correct backend", f"{text}.", subject=best.backend)
 
 
