@@ -65,6 +65,10 @@ def interval(values: tuple[float, ...], least: int = LEAST_TRIALS) -> Interval:
     )
 
 
+LEAST = 1e-300
+"""The spread of a cell's ratio to itself, which is 1 in each run."""
+
+
 def over_runs(alone: list[Interval]) -> Interval:
     """Of the mean over runs, m +- t s / sqrt(k), and of the next run, m +- t s sqrt(1 + 1 / k).
 
@@ -75,7 +79,7 @@ def over_runs(alone: list[Interval]) -> Interval:
     k, centre = len(centres), float(np.mean(centres))
     if k < LEAST_RUNS:
         return Interval(centre, runs=centres)
-    spreads = [(float(np.std(centres, ddof=1)), k - 1.0)]
+    spreads = [(max(float(np.std(centres, ddof=1)), LEAST), k - 1.0)]
     known = [each for each in alone if each.num_values]
     if any(each.error for each in known):
         squares = [each.error**2 for each in known]
