@@ -101,7 +101,7 @@ ATTACKS = (
     Attack(
         "any file of a committed run in another state, or any value replaced by any other",
         "tracebacks, among others by a table that was cut off",
-        "a result or one line, within 10 s, in 2 GiB of memory, and nothing written outside",
+        "a result or one line, within 10 s of CPU time, in 2 GiB of memory, and nothing written outside",
         ("test_no_mutation_of_a_committed_run_fails",),
     ),
     Attack(
