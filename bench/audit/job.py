@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from bench.audit.scenario import Fault, Reduction, Scenario, Split
 from bench.backends.accelerate import AccelerateBackend
@@ -321,9 +321,11 @@ class AuditedTrainer(LightningBackend):
         if scenario_job.resume:
             trust_own_classes(self)
             arguments |= {"ckpt_path": scenario_job.resume / CHECKPOINT, "weights_only": True}
-        super().continue_training(
-            dataclasses.replace(scenario_job, loader=scenario_job.whole), **arguments
-        )
+        super().continue_training(scenario_job, **arguments)
+
+    def batches(self, job: Job) -> Iterable[Tensor]:
+        """A DataLoader, whose sampler the Trainer can replace."""
+        return cast("Iterable[Tensor]", of_scenario(job).whole)
 
     def save(self, folder: Path, seen: int, accumulate: int) -> int:
         self.trainer.save_checkpoint(folder / CHECKPOINT)

@@ -108,7 +108,11 @@ class LightningBackend(Backend):
         }
 
     def continue_training(self, job: Job, **arguments: Any) -> None:
-        self.trainer.fit(self.module, train_dataloaders=_Loader(job.loader), **arguments)
+        self.trainer.fit(self.module, train_dataloaders=self.batches(job), **arguments)
+
+    def batches(self, job: Job) -> Iterable[Tensor]:
+        """The loader that the Trainer gets."""
+        return _Loader(job.loader)
 
     def zero_grad(self) -> None:
         self.trainer.optimizers[0].zero_grad()

@@ -198,8 +198,8 @@ def _beside_expected(
     for row in counted:
         seen[row.op, row.group, row.dtype] = row.calls, row.payload_bytes
     right: dict[tuple[str, str, str], tuple[int, int]] = {}
-    for due in expectation.collectives:
-        right[due.op, due.group, due.dtype] = due.calls, due.payload_bytes
+    for call in expectation.collectives:
+        right[call.op, call.group, call.dtype] = call.calls, call.payload_bytes
     for kind in sorted(seen.keys() | right.keys()):
         calls, size = seen.get(kind, NONE)
         expected_calls, expected_size = right.get(kind, NONE)
