@@ -535,7 +535,6 @@ def ways_of_bf16(shown: Sequence[tuple[Manifest, Cell]]) -> list[str]:
     for way, names in ways.items():
         texts.append(f"{way}{IMPLIES.get(way, '')} ({some(list(names))})")
     return [WAYS + "; ".join(texts)]
-    return [WAYS + "; ".join(texts)]
 
 
 def link_words(cells: Sequence[Cell]) -> str:
