@@ -192,12 +192,11 @@ class StateRecorder:
         self._before_step = self._num_backwards
         self._position(optimizer)
         new = [found for found in parameters if id(found) not in self._started]
+        named = self._named(new)
         if not self._started:
-            for _, parameter in state.model_parameters():
-                if id(parameter) not in self._optimized:
-                    new.append(parameter)
+            named += self._not_optimized(state)
         self._started.update(map(id, new))
-        self._sketch(START, self._named(new), 0)
+        self._sketch(START, named, 0)
         if not _has_closure(arguments, options):
             self._gradients(parameters)
 
@@ -239,10 +238,7 @@ class StateRecorder:
         self._clipped.clear()
         state = self._find(again=self._update == 1)
         parameters = self._named(self._optimized.values())
-        for name, parameter in state.model_parameters():
-            if id(parameter) not in self._optimized:
-                parameters.append((name, parameter))
-        self._sketch(PARAMETER, parameters, self._update)
+        self._sketch(PARAMETER, parameters + self._not_optimized(state), self._update)
         self._sketch(COPY, state.copies(), self._update)
         self._add(Position(self._update, state.positions()))
         self._announce([])
@@ -339,6 +335,14 @@ class StateRecorder:
 
     def _named(self, parameters: Iterable[Tensor]) -> list[tuple[str, Tensor | None]]:
         return self._names((parameter, parameter) for parameter in parameters)
+
+    def _not_optimized(self, state: FoundState) -> list[tuple[str, Tensor | None]]:
+        """The model's parameters that no optimizer has, since it steps other tensors for them."""
+        found: list[tuple[str, Tensor | None]] = []
+        for name, parameter in state.model_parameters():
+            if id(parameter) not in self._optimized:
+                found.append((name, parameter))
+        return found
 
     def _named_gradients(self, parameters: Iterable[Tensor]) -> list[tuple[str, Tensor | None]]:
         return self._names((parameter, parameter.grad) for parameter in parameters)
