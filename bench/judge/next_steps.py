@@ -70,8 +70,10 @@ def times_unavailable(run: Run, rows: Sequence[ComparedPair], folder: Path) -> F
 def _nothing_to_compare(run: Run) -> Finding:
     """That no two cells differ in the backend alone, with the command that adds a backend."""
     named: list[str] = []
-    for cell in run.cells.values():
-        if not (cell.is_reference or cell.twin or cell.backend in named):
+    for cell in run.manifest.cells:  # in the order of the matrix
+        if cell.is_reference or cell.twin or cell.cell_id not in run.cells:
+            continue
+        if cell.backend not in named:
             named.append(cell.backend)
     baseline = baseline_of(run.manifest)
     if len(named) > 1 and baseline in REFERENCES:
