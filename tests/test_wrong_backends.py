@@ -86,6 +86,17 @@ def found(
     return judged(launcher, tmp_path_factory.mktemp("references"), cells)
 
 
+def require_found(kind: Any, verdict: tuple[str, str, str]) -> None:
+    """The gate of a defect found it and says so; nothing is said of what has none."""
+    status, failed, reason = verdict
+    if kind.found_by is None:
+        assert (status, reason) == ("ok", "")
+        return
+    assert status == "invalid", f"{kind.name} passed"
+    assert kind.found_by in failed.split(","), f"{failed}: {reason}"
+    assert kind.words in reason
+
+
 CASES = [
     pytest.param(name, precision, marks=() if name in CHOSEN else pytest.mark.slow)
     for name, kind in KINDS.items()
@@ -97,14 +108,7 @@ CASES = [
 def test_a_defect_is_found_by_its_gate_and_a_sound_loop_is_not_accused(
     found: Any, name: str, precision: Precision
 ) -> None:
-    kind = KINDS[name]
-    status, failed, reason = found[name, precision]
-    if kind.found_by is None:
-        assert (status, reason) == ("ok", "")
-        return
-    assert status == "invalid", f"{name} passed"
-    assert kind.found_by in failed.split(","), f"{failed}: {reason}"
-    assert kind.words in reason
+    require_found(KINDS[name], found[name, precision])
 
 
 @pytest.fixture(scope="module")
@@ -123,14 +127,7 @@ def misused(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Any
 def test_a_framework_used_wrongly_is_found_and_used_rightly_is_not(
     misused: Any, name: str, precision: Precision
 ) -> None:
-    kind = MISUSES[name]
-    status, failed, reason = misused[name, precision]
-    if kind.found_by is None:
-        assert (status, reason) == ("ok", "")
-        return
-    assert status == "invalid", f"{name} passed"
-    assert kind.found_by in failed.split(","), f"{failed}: {reason}"
-    assert kind.words in reason
+    require_found(MISUSES[name], misused[name, precision])
 
 
 OF_ANY_LOSS = ("sound", "not-reduced-from-window-2", "divided-twice", "second-step")
@@ -164,13 +161,7 @@ def of_other_losses(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
 def test_no_size_of_a_loss_hides_a_defect_or_makes_one(
     of_other_losses: Any, name: str, precision: Precision, factor: str
 ) -> None:
-    kind = KINDS[name]
-    status, failed, reason = of_other_losses[factor][name, precision]
-    if kind.found_by is None:
-        assert (status, reason) == ("ok", "")
-    else:
-        assert status == "invalid"
-        assert kind.found_by in failed.split(",") and kind.words in reason
+    require_found(KINDS[name], of_other_losses[factor][name, precision])
 
 
 BUILT_IN = ("ddp-deferred", "fsdp2-deferred", "deepspeed-zero2-eager", "deepspeed-zero3-eager")

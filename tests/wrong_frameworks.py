@@ -30,29 +30,26 @@ class Misuse:
     """What the reason must say."""
 
 
-def divided(job: Job) -> Job:
-    """The same job with a loss that is divided by N."""
+class DividesAgain:
+    """The loss is divided by N, which the framework or the loop does as well."""
 
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        return job.loss(model, batch) / job.accumulate
+    found_by, words = Gate.UPDATE, "divided by N = 3 twice"
 
-    return dataclasses.replace(job, loss=loss)
+    def train(self, job: Job) -> None:
+        def loss(model: nn.Module, batch: Tensor) -> Tensor:
+            return job.loss(model, batch) / job.accumulate
+
+        super().train(dataclasses.replace(job, loss=loss))  # type: ignore[misc]
 
 
-class AccelerateDividesAgain(Misuse, AccelerateDDP):
+class AccelerateDividesAgain(DividesAgain, Misuse, AccelerateDDP):
     """The script divides by N, and so does ``accelerator.backward``."""
 
-    name, found_by, words = "accelerate-divides-again", Gate.UPDATE, "divided by N = 3 twice"
-
-    def train(self, job: Job) -> None:
-        super().train(divided(job))
+    name = "accelerate-divides-again"
 
 
-class AccelerateFSDP2DividesAgain(Misuse, AccelerateFSDP2):
-    name, found_by, words = "accelerate-fsdp2-divides-again", Gate.UPDATE, "divided by N = 3 twice"
-
-    def train(self, job: Job) -> None:
-        super().train(divided(job))
+class AccelerateFSDP2DividesAgain(DividesAgain, Misuse, AccelerateFSDP2):
+    name = "accelerate-fsdp2-divides-again"
 
 
 class AccelerateForgetsN(Misuse, AccelerateDDP):
@@ -114,13 +111,10 @@ class AccelerateClearsAtEnd(Misuse, AccelerateDDP):
         self.optimizer = Clears(prepared)
 
 
-class TrainerDividesAgain(Misuse, HuggingFaceDDP):
+class TrainerDividesAgain(DividesAgain, Misuse, HuggingFaceDDP):
     """The model's loss is a mean over N, and the Trainer takes it for a share of the window."""
 
-    name, found_by, words = "hf-trainer-divides-again", Gate.UPDATE, "divided by N = 3 twice"
-
-    def train(self, job: Job) -> None:
-        super().train(divided(job))
+    name = "hf-trainer-divides-again"
 
 
 class TrainerModelIgnoresCount(Misuse, HuggingFaceDDP):
@@ -186,11 +180,8 @@ class NeverSynced(Misuse, FSDP2Deferred):
         super().continue_training(job)
 
 
-class ReplicasDivideAgain(Misuse, HSDPDeferred):
-    name, found_by, words = "hsdp-divides-again", Gate.UPDATE, "divided by N = 3 twice"
-
-    def train(self, job: Job) -> None:
-        super().train(divided(job))
+class ReplicasDivideAgain(DividesAgain, Misuse, HSDPDeferred):
+    name = "hsdp-divides-again"
 
 
 class WithoutLastBackward(Misuse, HSDPDeferred):
