@@ -210,10 +210,10 @@ def over_runs(alone: Sequence[Interval], margin: float = MARGIN) -> Interval:
 
 
 def within_runs(centre: Array, errors: Array, freedom: Array, k: int) -> LogMean:
-    """A mean over k runs, as far as the noise within them decides.
+    """A mean over k runs whose error is the noise within the runs alone.
 
-    ``errors`` are their standard errors and ``freedom`` the degrees of freedom of these, of some of
-    the runs along the first axis.
+    ``errors`` are the standard errors of the runs that have one, along the first axis, and
+    ``freedom`` their degrees of freedom.
     """
     squares = errors**2
     error = np.sqrt(squares.mean(axis=0) / k)
