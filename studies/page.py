@@ -10,10 +10,11 @@ from typing import Any
 
 import pandas as pd
 
-from bench.formatting import plural
+from bench.formatting import digits, plural
 from bench.judge.statistics import MIN_TRIALS
 from bench.judge.verdicts import Verdict
 from bench.plan.schedule import Ended
+from bench.report.ranking import interval_text
 from bench.tabular import markdown_table
 from studies import choices, pairing, pools, study
 from studies.realtrials import Known
@@ -30,6 +31,8 @@ class Results:
     intervals: pd.DataFrame
     sets: Sequence[pools.RunSet]
     """The kept runs."""
+    elsewhere: Sequence[pools.Elsewhere]
+    """Runs on other machines."""
     pools: pd.DataFrame
     reports: int
     num_pools: int
@@ -56,6 +59,7 @@ def page(results: Results, command: str, known: Sequence[Known], planted: Sequen
         *(["All targets are met.", ""] if not missed else []),
         *(line for sentence in missed for line in (f"**Missed:** {sentence}", "")),
         *_other_days(results),
+        *_elsewhere(results.elsewhere),
         *_rates(results),
         *_real(known, planted),
         *pairing.section(),
@@ -109,6 +113,62 @@ def _other_days(results: Results) -> list[str]:
         "",
         *markdown_table(head, rows),
     ]
+
+
+SHOWN_N = 8
+"""The N whose ratios on other machines are in the table."""
+
+
+def _elsewhere(runs: Sequence[pools.Elsewhere]) -> list[str]:
+    """What runs on other classes of machines say of the same ratios; empty if there are none."""
+    found: list[str] = []
+    for other in runs:
+        found += _of_machine(other)
+    if found:
+        found = ["## On another processor", "", *found]
+    return found
+
+
+def _of_machine(other: pools.Elsewhere) -> list[str]:
+    """One run on another class of machines."""
+    machine = other.run.manifest.machine
+    every = [*other.with_baseline, *other.of_syncs]
+    expected = same = opposite = unsure = 0
+    rows = []
+    for each in every:
+        expected += each.is_expected
+        verdicts = {each.kept.verdict, each.there.verdict}
+        same += len(verdicts) == 1
+        opposite += verdicts == pools.DIFFERENT
+        unsure += len(verdicts) > 1 and Verdict.AMBIGUOUS in verdicts
+        if each.kept.b.accumulate == SHOWN_N:
+            rows.append(_repetition(each))
+    head = ("step times", "kept runs", "next run", "this run", "within")
+    text = (
+        f"`{other.matrix}` was run once on {machine.cpu}, {machine.cores} cores "
+        f"([run](../results/elsewhere/{other.matrix}/{other.run.name})). Of {len(every)} ratios, "
+        f"{len(other.with_baseline)} of them to the baseline and {len(other.of_syncs)} of deferred to eager sync, "
+        f"{expected} are where the kept runs expect a next one on their own machines. The verdict is the same in "
+        f"{same}, the opposite in {opposite}, and ambiguous in one of the two in {unsure}. Those at N = {SHOWN_N}, "
+        "with 95 % intervals:"
+    )
+    return [text, "", *markdown_table(head, rows)]
+
+
+def _repetition(each: pools.Repetition) -> tuple[str, ...]:
+    """A row: the ratio over the kept runs, and of a run elsewhere."""
+    ours, theirs = each.kept.time, each.there.time
+    assert ours is not None and theirs is not None, "both were timed"
+    within = "no"
+    if each.is_expected:
+        within = "yes"
+    return (
+        f"{each.kept.b.backend} / {each.kept.a.backend}",
+        f"{digits(ours.ratio)} ({interval_text(ours.low, ours.high)})",
+        interval_text(ours.next_low, ours.next_high),
+        f"{digits(theirs.ratio)} ({interval_text(theirs.low, theirs.high)})",
+        within,
+    )
 
 
 def _rates(results: Results) -> list[str]:
