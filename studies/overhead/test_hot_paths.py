@@ -103,9 +103,10 @@ def test_reading_the_journal(
 
 
 def test_planning_ten_thousand_cells(benchmark: BenchmarkFixture) -> None:
-    powers = [2**n for n in range(25)]
+    powers = [2**n for n in range(15)]
     batch = {"workload.global_batch_size": 2**24}
-    matrix = make_matrix(batch, backend="all", accumulate=powers, world_size=powers[:18])
+    axes = {"accumulate": powers, "world_size": powers[:10], "precision": ["fp32", "bf16"]}
+    matrix = make_matrix(batch, backend="all", **axes)
     assert len(benchmark(expand, matrix, registry(), 0).cells) > 10_000
 
 
