@@ -185,6 +185,8 @@ def setting_lines(question: Question) -> Iterator[str]:
     )
     if question.bf16_parameters:
         trained += ", bf16 parameters without fp32 masters"
+    if question.lora is not None:
+        trained += f", {question.lora}"
     if cell.selective_checkpointing:
         trained += ", selective checkpointing"
     elif cell.activation_checkpointing:
