@@ -115,6 +115,7 @@ LORA = {
     "LoraBf16DDP": ("ddp-eager", 1, 8, 64, True),
 }
 """By class of tests.forecast.lora_backends: backend, N, W, tokens per sample, whether checkpointed."""
+NEAR_LORA = 0.01
 
 
 @pytest.mark.torch
@@ -146,7 +147,7 @@ def test_lora_s_exact_peak_is_the_predicted_one(name: str, monkeypatch: pytest.M
     assert outcome.status is Status.OK, outcome.reason
     memory = outcome.ranks[0]["memory"]
     exact = memory["peak"] - memory["peak_other"]
-    assert prediction.memory.peak == pytest.approx(exact, rel=NEAR)
+    assert prediction.memory.peak == pytest.approx(exact, rel=NEAR_LORA)
 
 
 def test_the_peak_of_ddp_by_hand() -> None:
