@@ -531,6 +531,16 @@ def test_options_of_lora_that_cannot_be(
     assert message in capsys.readouterr().err
 
 
-def test_the_text_says_what_lora_trains(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict", *LORA, "--lora-targets", "q_proj,down_proj"]) == GOOD
-    assert "LoRA of rank 16 on q_proj, down_proj" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    "options", [[], ["--batch", "1024", "--link", "H100", "--peak", "H100"]], ids=["one", "batch"]
+)
+def test_the_text_says_what_lora_trains(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*LORA, "--lora-targets", "q_proj,down_proj", *options]
+    if options:
+        place = words.index("--accumulate")
+        del words[place : place + 2]
+    assert main(["predict", *words]) == GOOD
+    out = capsys.readouterr().out
+    assert "bf16 parameters without fp32 masters, LoRA of rank 16 on q_proj, down_proj" in out
