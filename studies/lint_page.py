@@ -288,8 +288,8 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
             "## A second judge",
             "",
             "Each finding of two rules in the repositories that were read last was judged again, one by one, by a "
-            "program that shares no code with `lint`: it has the arguments of a script made by bash, and those and "
-            "the configs read by the frameworks themselves, on the CPU.",
+            "program that shares no code with `lint`. It takes the arguments of a script from bash, or from its text "
+            "where bash alone does not show them, and has the frameworks read these and the configs, on the CPU.",
             "",
             *markdown_table(
                 ("rule", "repositories", "right", "how"),
