@@ -257,7 +257,7 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
             f"Written by `{COMMAND}` from [lint.json](lint.json).",
             "",
             "How many errors and warnings of `lint` are right, on files that were not written for it: "
-            f"{unknown + unreadable + kinds.total():,} files of {len(data)} public repositories, which are those of "
+            f"{unknown + unreadable + kinds.total():,} files of {len(data)} public repositories, those of "
             "one commit that are about training, each content once, read without options for DeepSpeed 0.19.8 and "
             f"Lightning 2.6.6. {unknown:,} are of a kind that `lint` does not know or show too little of one, and "
             f"{unreadable} have a value that it refuses. The other {kinds.total():,} are of "

@@ -32,7 +32,8 @@ setuptools below 81, for the pkg_resources that old versions import. A ratio is 
 logged, divided by the true ones, on a virtual clock ({MICRO_BATCH_S:g} s per micro-batch, {OPTIMIZER_S:g} s per \
 optimizer step). DeepSpeed trains one weight per micro-batch by SGD with learning rate 1, in one process over gloo on \
 the CPU. **Bold** is not what a user would want, though it may be a documented default. [versions.json](versions.json) \
-has what is the same in all versions.
+has what is the same in all versions, such as [wrong rates](claims.md#throughputmonitor), and 0.25 from ZeRO-3 where \
+grad_accum_dtype is not set.
 """
 IN_WEIGHTS = "micro-batches in each update"
 """A finding that the section on weights has of more versions."""

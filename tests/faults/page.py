@@ -53,8 +53,8 @@ SECTIONS = {
     ),
     "fuzz": (
         "### Hostile input\n\n"
-        "Inputs are made by hypothesis, the same ones every time. Each must end in a result or in one line that says "
-        "what is wrong, and nothing may be written outside of the output folder. Of each there are:",
+        "Inputs are made by hypothesis, the same ones every time (numbers in brackets). Each must end in a result or "
+        "in one line that says what is wrong, and nothing may be written outside of the output folder.",
         (),
     ),
     "attacks": (
@@ -147,7 +147,7 @@ def markdown(sections: Facts, bad: Mapping[str, str]) -> str:
     ]
     parts = [
         HEADING.rstrip(),
-        "It runs tests/faults in full, for an hour, and writes this part; `-- -k NAME` measures some rows again.",
+        "It runs tests/faults in full, for an hour; `-- -k NAME` measures some rows again.",
         *_measured(row["measured"] for rows in sections.values() for row in rows.values()),
     ]
     if bad:
@@ -167,7 +167,7 @@ def markdown(sections: Facts, bad: Mapping[str, str]) -> str:
             parts.extend(f"- {what}: {found}{_left(left)}" for what, _, found, left in rows)
             continue
         if section == "fuzz":
-            parts += [text, "\n".join(f"- {of}: {number}" for of, number in _joined(rows))]
+            parts += [text, "\n".join(f"- {of} ({number})" for of, number in _joined(rows))]
             continue
         if section == "attacks":
             rows = [[what, _passed(tests)] for what, *_, tests in rows]
