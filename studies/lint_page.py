@@ -244,10 +244,13 @@ def share(tally: Counter[str]) -> float:
 def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
     fresh = {*judged["fresh"]} & data.keys()
     titles = rules()
-    rows = [
-        (rule, titles[rule].title, _right(tally), _reasons(rule, judged))
-        for rule, tally in tallies(data, judged, set(data)).items()
+    by_rule = tallies(data, judged, set(data))
+    rows = [(rule, titles[rule].title, _right(tally)) for rule, tally in by_rule.items()]
+    wrong = [
+        f"- {rule}: {_reasons(rule, judged)}" for rule, tally in by_rule.items() if share(tally) < 1
     ]
+    if wrong:
+        wrong.append("")
     kinds: Counter[str] = Counter()
     notes: Counter[str] = Counter()
     for repository in data.values():
@@ -264,24 +267,24 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
         [
             "# Lint on public configs",
             "",
-            f"Written by `{COMMAND}` from [lint.json](lint.json) and "
-            "[lint_judged.toml](../studies/lint_judged.toml).",
+            f"Written by `{COMMAND}` from [lint.json](lint.json).",
             "",
-            "How many errors and warnings of `python -m bench lint` are right, on files that were not written for it. "
-            f"{unknown + unreadable + kinds.total():,} files of {len(data)} public repositories were read, without "
-            "options, for DeepSpeed 0.19.8 and Lightning 2.6.6: the files of one commit that are about training, each "
-            f"content once in each of two readings. {unknown:,} are of a kind that `lint` does not know or show too "
+            "How many errors and warnings of `lint` are right, on files that were not written for it: "
+            f"{unknown + unreadable + kinds.total():,} files of {len(data)} public repositories, those of "
+            "one commit that are about training, each content once in each of two readings, without options, for "
+            f"DeepSpeed 0.19.8 and Lightning 2.6.6. {unknown:,} are of a kind that `lint` does not know or show too "
             f"little of one, and {unreadable} have a value that it refuses. The other {kinds.total():,} are of "
-            f"{', '.join(f'{kind} ({number:,})' for kind, number in kinds.most_common())}.",
+            f"{', '.join(kind for kind, _ in kinds.most_common())}.",
             "",
-            "The project judged its own findings, by rule and repository. A finding is right if what it says happens "
-            "with these versions in the program that reads the file. One that could not be checked counts as not "
-            "right. What `lint` misses was not measured.",
+            "The project judged its own findings, by rule and repository "
+            "([with reasons](../studies/lint_judged.toml)). A finding is right if what it says happens with these "
+            "versions in the program that reads the file; if that could not be checked, it is not. What `lint` misses "
+            "was not measured.",
             "",
             *markdown_table(
                 ("repositories", "number", "files", "with findings", "right"), sets, range(1, 5)
             ),
-            "Rules were changed until they were right in the first set, so the second set is the test. "
+            "Rules were changed until they were right in the first set, so the second is the test. "
             f"{_bound(data, judged, fresh)}[Each repository](../{REPOSITORIES}) has its commit and its findings. "
             + judged["changed"],
             "",
@@ -306,7 +309,8 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
             ),
             "## By rule",
             "",
-            *markdown_table(("rule", "title", "right", "why"), rows, [2]),
+            *markdown_table(("rule", "title", "right"), rows, [2]),
+            *wrong,
             "Notes, which are not judged: "
             + ", ".join(f"{rule} {number}" for rule, number in sorted(notes.items()))
             + ".",

@@ -104,10 +104,10 @@ def _other_days(results: Results) -> list[str]:
         f"run's 95 % interval, and {percent(beyond / pairs)} are farther away than the report of a single run allows "
         "for other days.",
         "",
-        f"Each row is {results.num_pools:,} pools that are simulated from these runs, with cells that are equally "
-        "fast. What makes runs differ is normal, with the covariance of the kept runs, or resampled from them with a "
-        "random sign. The interval of one run is over its blocks, that of several over runs; of several, the next run "
-        "has an interval of its own. *True ratio* and *next run* are the shares of intervals that contain it.",
+        f"Each row is {results.num_pools:,} pools of equally fast cells, simulated from these runs. What makes runs "
+        "differ is normal, with their covariance, or resampled from them with a random sign. The interval of one run "
+        "is over its blocks, that of several over runs, and the next run then has one of its own. *True ratio* and "
+        "*next run* are the shares of intervals that contain it.",
         "",
         f"Targets: {'; '.join(pools.TARGETS)}.",
         "",
@@ -192,15 +192,13 @@ def _rates(results: Results) -> list[str]:
     return [
         "## Within one run",
         "",
-        f"Each row is {results.reports} reports that are made by resampling the blocks of committed runs, {BLOCKS} "
-        "consecutive ones at a time with all their cells, so that bursts, drift and two modes are as measured. `cpu` "
-        "and `popular` are those runs, `noise` is one small cell on a noisy machine. The standard deviation of a "
-        f"block's log ratio is {spread}. The first row of each has as many blocks as its run, or as the shortest of "
-        "noise; the last row has those of `quick`. All cells of a report are equally fast, or all are slower than the "
-        "baseline by the same share.",
+        f"Each row is {results.reports} reports, made by resampling the blocks of committed runs, {BLOCKS} "
+        "consecutive ones at a time with all their cells, so that bursts, drift and two modes are as measured. "
+        f"`noise` is one small cell on a noisy machine. The standard deviation of a block's log ratio is {spread}. "
+        "The first row of each has as many blocks as its run, or as the shortest of noise; the last row has those of "
+        "`quick`. Cells are equally fast, or all slower than the baseline by the same share.",
         "",
-        "A verdict is faster or slower if the interval excludes 1 and the p-value of a paired t-test on logarithms, "
-        "adjusted by Holm, is below 5 %. Where the A/A pair is off there is no verdict, which costs at most "
+        "Where the A/A pair is off there is no [verdict](method.md), which costs at most "
         f"{max(0.0, 100 * lost):.1f} points of power. At most {percent(results.rates['same 1 %'].max())} of "
         "comparisons are called the same within 1 %. A share near 5 % has a standard error of "
         f"{100 * (0.05 * 0.95 / results.reports) ** 0.5:.1f} points.",
@@ -220,11 +218,10 @@ def _real(known: Sequence[Known], planted: Sequence[Known]) -> list[str]:
         "## On real trials",
         "",
         f"{len(known)} runs on {machine.cpu}, {machine.cores} cores ([trials](../results/noise/trials.csv)). Each "
-        "holds `ddp-deferred` on one rank three times, as itself, as its A/A twin and as a third that is compared, "
-        f"and once more with a sleep of {100 * DELAY:g} % per step, until intervals were narrower than "
-        f"{100 * budget.precision:g} % or, as in {late}, {budget.budget_s:g} s had passed. One rank was chosen, since "
-        "two ranks on two virtual cores have two modes, a factor of 1.5 apart, for as long as a process lives. "
-        f"{_found(known)}",
+        "holds `ddp-deferred` on one rank three times (itself, its A/A twin, and a third that is compared) and once "
+        f"more with a sleep of {100 * DELAY:g} % per step, until intervals were narrower than "
+        f"{100 * budget.precision:g} % or, as in {late}, {budget.budget_s:g} s had passed. It is one rank, since two "
+        f"on two virtual cores have two modes, a factor of 1.5 apart, for as long as a process lives. {_found(known)}",
         "",
         *_published(planted),
     ]
@@ -233,8 +230,8 @@ def _real(known: Sequence[Known], planted: Sequence[Known]) -> list[str]:
 def _published(planted: Sequence[Known]) -> list[str]:
     cell, settings = planted[0].slower.b, planted[0].run.manifest.settings
     return [
-        f"The same in the published design, two ranks with the model and batch of the matrix `cpu`, N = "
-        f"{cell.accumulate} and {cell.timed_windows} timed windows, {settings.budget_s:g} s each "
+        f"The same in the published design, two ranks with the model and batch of `cpu`, N = {cell.accumulate} and "
+        f"{cell.timed_windows} timed windows, {settings.budget_s:g} s each "
         f"([trials](../results/planted/trials.csv)): {plural(len(planted), 'run')}. {_found(planted)}",
         "",
     ]
@@ -260,13 +257,12 @@ def _found(known: Sequence[Known]) -> str:
         f"{same[Verdict.FASTER] + same[Verdict.SLOWER]} of {len(known)} (ratios from {min(itself):.3f} to "
         f"{max(itself):.3f}). With the sleep it was called slower in {slower[Verdict.SLOWER]}, ambiguous in "
         f"{slower[Verdict.AMBIGUOUS]}, and faster or the same in {slower[Verdict.FASTER] + slower[Verdict.SAME]} "
-        f"(ratios from {min(ratios):.3f} to {max(ratios):.3f}, with a geometric mean of "
-        f"{statistics.geometric_mean(ratios):.3f})."
+        f"(ratios from {min(ratios):.3f} to {max(ratios):.3f}, geometric mean {statistics.geometric_mean(ratios):.3f})."
     )
     if not slept:
         return (
-            f"{words} What was really slept was not recorded, so {1 + DELAY:g} is what was asked for, and the cell "
-            "may be slower after a sleep."
+            f"{words} What was really slept was not recorded; {1 + DELAY:g} was asked for, and the cell may be slower "
+            "after a sleep."
         )
     due = 1 + statistics.mean(slept)
     held = sum(
@@ -287,8 +283,8 @@ def _rivals(frame: pd.DataFrame) -> list[str]:
         "## The rules of other tools on the same noise",
         "",
         "How often, in per cent, each rule calls two cells different, by their true difference, with the noise of "
-        "`cpu` and its steps; one comparison, interleaved as here. The tools themselves run one cell after the other "
-        "by default, so that drift enters too.",
+        "`cpu`; one comparison, interleaved as here. By default the tools run one cell after the other, so that drift "
+        "enters too.",
         "",
         *markdown_table(("tool", "rule", "trials", *names), rows),
     ]
@@ -311,8 +307,8 @@ def _methods(results: Results) -> list[str]:
         "## Which interval",
         "",
         "Coverage and median width, in per cent, of 95 % intervals of a ratio that is 1, each the mean over the kinds "
-        f"of noise. The bench uses the one in bold, Student's t of the mean logarithm, from {MIN_TRIALS} blocks on. "
-        "The others are percentiles of bootstrapped means.",
+        f"of noise. The one in bold, of the mean logarithm, is used from {MIN_TRIALS} blocks on. The others are "
+        "percentiles of bootstrapped means.",
         "",
         *markdown_table(("method", *(f"{n} blocks" for n in choices.SIZES)), rows),
     ]

@@ -170,11 +170,10 @@ def section() -> list[str]:
     return [
         "## Predicted peaks against published ones",
         "",
-        f"[{FIGURES}](../{FIGURES}) has {len(peaks)} peaks that others published, with settings, sources, versions and "
-        "remarks. They are of other implementations of these models. *Live* is the peak of allocated tensors or of "
-        "active blocks, which are the same under FSDP2; *reserved* is what the allocator had taken from the device. "
-        "The prediction is that of `predict` with the settings of the row and without compilation; nothing is fitted "
-        "to these figures.",
+        f"[{FIGURES}](../{FIGURES}) has {len(peaks)} peaks that others published, of other implementations of these "
+        "models, with settings, sources, versions and remarks. *Live* is the peak of allocated tensors or of active "
+        "blocks, which are the same under FSDP2. Predictions are without compilation, and nothing is fitted to these "
+        "figures.",
         "",
         *markdown_table(
             ("training", "live, GiB", "predicted, GiB", "error"),
@@ -192,8 +191,8 @@ def section() -> list[str]:
         "torchtitan's Llama 7B keeps its logits in fp32 during the backward, 1.95 GiB for 8 samples, which is not "
         "predicted. llama-recipes is FSDP1, whose freed blocks stay active, and rounds to whole GiB. With LoRA the "
         f"predictions of {len(low)} peaks are {100 * min(low):.0f} to {100 * max(low):.0f} % low: litgpt drops out "
-        "what LoRA's matrices read, and fms-acceleration has these in fp32 and a loss that copies its logits. The "
-        f"other {others} rows have settings that `predict` does not know, which `not_predicted` names.",
+        "what LoRA's matrices read, and fms-acceleration has these in fp32 and a loss that copies its logits. "
+        f"{others} other rows have settings that `predict` does not know (`not_predicted`).",
         "",
         *_reserved(predicted),
     ]
@@ -240,13 +239,12 @@ def _reserved(predicted: Mapping[PublishedPeak, float | None]) -> list[str]:
     ratios = [1 + share for share in shares]
     return [
         f"In the {known} published trainings that report both, the allocator reserved {100 * least:.0f} to "
-        f"{100 * most:.0f} % more than the peak of active blocks, outward to whole per cent. `predict` keeps this "
-        f"range free: a peak *fits* if {100 * FRAGMENTS.most:.0f} % of it fit beside it, with the CUDA context and "
-        f"NCCL. It is *tight* if {100 * FRAGMENTS.least:.0f} % do: the allocator then has to give back what it "
-        "reserved, which costs time, or fails. "
-        f"[Of {len(shares)} reserved figures](../{COMPARED}) beside a prediction, which are {min(ratios):.2f} to "
-        f"{max(ratios):.2f} times as large, {len(shares) - below - above} are within this range above it, {below} "
-        f"below the range and {above} beyond it, for which the remarks name a reason.",
+        f"{100 * most:.0f} % more than the peak of active blocks. By `predict`, a peak *fits* if "
+        f"{100 * FRAGMENTS.most:.0f} % of it fit beside it, with the CUDA context and NCCL. It is *tight* if "
+        f"{100 * FRAGMENTS.least:.0f} % do: the allocator then has to give back what it reserved, which costs time, "
+        f"or fails. [Of {len(shares)} reserved figures](../{COMPARED}), {min(ratios):.2f} to {max(ratios):.2f} times "
+        f"as large as predicted, {len(shares) - below - above} are within this range, {below} below and {above} beyond "
+        "it, for which the remarks name a reason.",
         "",
     ]
 
