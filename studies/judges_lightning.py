@@ -277,7 +277,10 @@ def window_size(m: Measured) -> Judged:
         "other": m.right(whole[~fits])[2],
         "share": share,
     }
-    return only(right == of), numbers | {"default": default["ratio_median"]}
+    numbers["default"] = default["ratio_median"]
+    if right == of:
+        return measured.EXCEPT, numbers
+    return measured.FALSE, numbers
 
 
 def variable_batch(m: Measured) -> Judged:

@@ -237,7 +237,7 @@ def changes_n(m: Measured) -> Judged:
 def scheduler(m: Measured) -> Judged:
     updates = m.updates("prepared-scheduler", ACCELERATE)
     stands = m.reported("prepared-scheduler", ACCELERATE, "lr_scheduler.last_epoch")
-    return true(stands == updates), {"updates": updates, "stands": stands}
+    return only(stands != updates, true(stands == updates)), {"updates": updates, "stands": stands}
 
 
 def curves(m: Measured) -> Judged:
