@@ -300,6 +300,9 @@ micro-batches an update should have, `--updates K` how many updates of each opti
 - *Mean of means* is a fault where most updates have micro-batches with different numbers of terms on one rank, weights
   do not follow them, and the gradient is off by more than 5 %. Where each micro-batch may be one sequence it is a
   warning, since sequences may be meant to weigh alike.
+- *Schedule* is a warning: the rate changes at each backward, or OneCycleLR, CosineAnnealingLR, PolynomialLR, LinearLR
+  or a schedule of transformers was told the number of micro-batches, and steps once per update. The latter is seen
+  where the training runs to the end of its data.
 - *Not reduced* needs replicas that end with different parameters.
 - *Known bad* is an [advisory](known-bad.md) that applies to the installed version and the config of its engine.
 

@@ -148,6 +148,7 @@ class TrainingAudit:
             return
         yield from self._of_request()
         yield from self._of_rest()
+        yield from self._of_schedules()
         yield from self._of_models()
         yield from self._of_reduction()
 
@@ -302,6 +303,31 @@ class TrainingAudit:
             if step.optimizer == optimizer and not step.is_sampled and step.backwards != usual:
                 return step
         return None
+
+    def _of_schedules(self) -> Iterator[Finding]:
+        """Schedules that were told the number of micro-batches, and step once per update.
+
+        Only where the data came to their end: a training that is cut short ends before its
+        schedule, too.
+        """
+        end = self.first.end
+        if end is None or not end.is_end_of_data or len(self.optimizers) != 1:
+            return
+        (optimizer,) = self.optimizers
+        ratio = batches_per_backward(optimizer.mine)
+        if any(micro_batches(update, ratio) != update.count for update in optimizer.mine):
+            return
+        num_updates = self.num_updates(optimizer.number) or 0
+        for schedule in end.schedules:
+            is_of_batches = abs(schedule.length - end.all_backwards) <= 1
+            is_of_updates = abs(schedule.position - num_updates) <= 1
+            if is_of_batches and is_of_updates and schedule.length > num_updates + optimizer.usual:
+                text = (
+                    f"{schedule.name} ends at step {num_updates} of {schedule.length}: "
+                    f"{schedule.length_name} is the number of micro-batches, and it steps once "
+                    "per update"
+                )
+                yield warning("schedule", f"{text}; wrong unless training was stopped early")
 
     # Models
 
