@@ -158,6 +158,18 @@ def test_an_advisory_is_told_where_it_certainly_applies(
     assert told[0].text.startswith(f"your deepspeed {version} with offload_optimizer: ZeRO-2")
 
 
+@pytest.mark.parametrize(("every", "verdict"), [(1, IN_PART), (2, IN_PART), (4, "not divided")])
+def test_a_few_rows_whose_classes_count_up_are_not_taken_for_contrasted(
+    every: int, verdict: str, tmp_path: Path
+) -> None:
+    ranks = audit(tmp_path, mean).ranks
+    for rank in ranks.values():
+        for number, backward in enumerate(rank.backwards):
+            (criterion,) = backward.criteria
+            criterion.seed, criterion.in_batch = 1.0, number % every == 0
+    assert TrainingAudit(ranks).verdict == verdict
+
+
 @pytest.mark.parametrize(
     ("end", "schedule", "is_told"),
     [

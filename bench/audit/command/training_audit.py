@@ -22,7 +22,7 @@ from bench.audit.command.recorded_events import (
 from bench.audit.command.update_windows import (
     AuditedUpdate,
     batches_per_backward,
-    contrasts,
+    contrast,
     micro_batches,
     unused,
     updates_of,
@@ -348,8 +348,7 @@ class TrainingAudit:
                 )
                 yield warning("moving average", f"{optimizer.label}{text}")
                 break
-        contrasting = list(filter(contrasts, self.first.backwards))
-        if usual > 1 and len(contrasting) > len(self.first.backwards) / 2:
+        if usual > 1 and contrast(self.first.backwards):
             text = "the rows of a micro-batch are contrasted with each other"
             yield note(
                 "contrastive",
