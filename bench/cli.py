@@ -8,12 +8,17 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import importlib.metadata
 import importlib.util
 import itertools
+import json
 import os
 import platform
+import shlex
 import sys
 import traceback
+import urllib.parse
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -169,13 +174,31 @@ def _lacking(package: str) -> str:
     checkout = Path(__file__).parents[1]
     activate = checkout / ".nox" / "install" / "bin" / "activate"
     if not (checkout / "noxfile.py").exists():
-        how = "pip install 'accumulation-bench[frameworks]'"
+        how = f"{sys.executable} -m pip install {shlex.quote(_source() + '[frameworks]')}"
     elif activate.exists():
         how = f". {activate}"
     else:
-        how = f"pip install nox && nox -s install && . {activate}"
+        how = (
+            f"cd {checkout} && python3 -m venv .venv && .venv/bin/pip install nox && "
+            f".venv/bin/nox -s install && . {activate}"
+        )
     remedy = f"use an environment that has it: {how}"
     return f"bench: {sys.executable} lacks the package {package}; {remedy}"
+
+
+def _source() -> str:
+    """What pip installed the bench from: a local folder or file, or else its name on an index."""
+    name = "accumulation-bench"
+    try:
+        recorded = importlib.metadata.distribution(name).read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        return name
+    url = ""
+    if recorded is not None:
+        url = json.loads(recorded)["url"]
+    if not url.startswith("file:"):
+        return name
+    return urllib.request.url2pathname(urllib.parse.urlsplit(url).path)
 
 
 def _defect(error: BaseException) -> str:

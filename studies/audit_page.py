@@ -305,6 +305,8 @@ an update should have, and `--updates K` how many updates of each optimizer are 
   factor on purpose.
 - *Mean of means* is a fault where most updates have micro-batches with different numbers of terms on one rank, weights
   do not follow them, and the gradient is off by more than 5 %; where each micro-batch may be one sequence, a warning.
+- *Schedule* is a warning: the rate changes at each backward, or OneCycleLR, CosineAnnealingLR, PolynomialLR, LinearLR
+  or a schedule of transformers was told the number of micro-batches, steps once per update, and the data ran out.
 - *Not reduced* needs replicas that end with different parameters.
 - *Known bad* is an [advisory](known-bad.md) that applies to the installed version and its config.
 

@@ -205,7 +205,9 @@ def _copy(path: Path, pages: Path) -> None:
         (pages / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / path, pages / path)
         return
-    text = (ROOT / path).read_text(encoding="utf-8").replace("](../README.md", f"](../{HOME}")
+    text = (ROOT / path).read_text(encoding="utf-8")
+    for up in ("", "../"):
+        text = text.replace(f"]({up}README.md", f"]({up}{HOME}")
     _write(pages / (HOME if path == Path("README.md") else path), text)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
+import json
 import os
 import re
 import shlex
@@ -14,6 +16,7 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -435,6 +438,22 @@ def test_windows_is_told_so_in_one_line() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode and done.stderr.startswith("bench: does not run on Windows")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "named"),
+    [
+        ("file:///a/check%20out", "'/a/check out[frameworks]'"),
+        ("https://example.com/x.whl", "'accumulation-bench[frameworks]'"),
+    ],
+)
+def test_what_is_missing_is_installed_from_where_the_bench_came_from(
+    url: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = SimpleNamespace(read_text=lambda _: json.dumps({"url": url}))
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda _: found)
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "bench" / "cli.py"))
+    assert cli._lacking("torch").endswith(f"-m pip install {named}")
 
 
 def test_a_python_without_the_packages_is_told_where_they_are() -> None:

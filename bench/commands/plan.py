@@ -156,12 +156,14 @@ def _duration(
     matrix, cells = plan.matrix, plan.cells
     repeats, max_repeats, budget_s = matrix["repeats"], matrix["max_repeats"], matrix["budget_s"]
     trials, total_s, first_s = 0, 0.0, 0.0
+    are_known = []
     for cell in cells:
         count = repeats
         if cell.cell_id in plan.once or not cell.world.computes:
             count = 1
         trials += count
         if cell.cell_id not in skipped:
+            are_known.append(guesses[cell.cell_id].seconds is not None)
             total_s += guesses[cell.cell_id].total(count)
             first_s += guesses[cell.cell_id].total(1)
     begins_s = estimate.start_s(cells)
@@ -171,8 +173,10 @@ def _duration(
     if trials < repeats * len(cells):
         of_each = f"up to {of_each}"
     time = f"about {total_s / 60:.0f} min"
+    if not all(are_known):
+        time = "of unknown length"
     others_s = (total_s - first_s) / max(1, repeats - 1)
-    if repeats > 1 and first_s >= 1.1 * others_s:
+    if all(are_known) and repeats > 1 and first_s >= 1.1 * others_s:
         time += f": {first_s / 60:.0f} for the first repeat, with all checks, "
         time += f"and {others_s / 60:.0f} for each other"
     yield f"{plural(trials, 'trial')}, {of_each} of each cell: {time}"
@@ -183,6 +187,6 @@ def _duration(
         )
     if budget_s:
         budget = f"{budget_s / 60:g} min"
-        if total_s <= budget_s:
+        if all(are_known) and total_s <= budget_s:
             budget += ", into which all of them fit"
         yield f"the run ends before a repeat that would exceed its budget of {budget}"

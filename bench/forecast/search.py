@@ -75,9 +75,13 @@ def search(question: Question, batch: int, backends: Sequence[str]) -> Search:
     """Every combination that gives ``batch`` samples per optimizer step on the question's ranks.
 
     The question's cell says the rest: model, W, sequence, precision. Backends that are known to be
-    wrong, or that a combination is refused for or not predicted of, are left out.
+    wrong, or that a combination is refused for or not predicted of, are left out, and so are those that
+    offload: what they copy, and the update on the host, are in no estimate of a step.
     """
-    combinations = list(_combinations(question, batch, backends))
+    combinations = []
+    for each in _combinations(question, batch, backends):
+        if not each.prediction.offloads:
+            combinations.append(each)
     able = [combination for combination in combinations if combination.fits]
     is_tight = not able
     if is_tight:

@@ -27,7 +27,8 @@ NOTES = (
     "serial one. Every combination computes at the same rate, recomputation included: that a "
     "small micro-batch may leave a GPU partly idle, and what the host does between kernels, is "
     "not predicted. Wrappers are left out unless --all or --backend names them, and so is what is "
-    "known to be wrong or not predicted."
+    "known to be wrong or not predicted, and what offloads, since the time of its copies is not "
+    "estimated (--accumulate N instead of --batch shows its memory)."
 )
 
 
@@ -63,8 +64,8 @@ def _recommendation(found: Search) -> str:
     """The fastest of the front by its serial step, and what needs less memory for as much time."""
     if not found.front:
         return (
-            "none; nothing fits. Try more ranks, a shorter sequence, or bf16 parameters "
-            "(--parameters)."
+            "none; nothing fits without offload. Try more ranks, a shorter sequence, or bf16 "
+            "parameters (--parameters)."
         )
     fastest = min(found.front, key=lambda each: (each.step.serial, each.peak))
     text = f"{_named(fastest)}: {_needs(fastest)}. By serial steps it is the fastest that fits"

@@ -246,6 +246,7 @@ SLOW = (
     Case("kinds scaler", "clips scaled gradients", about="clips before unscale_"),
     Case("kinds scaler-unscaled", RIGHT, about="clips after unscale_"),
     Case("kinds schedule", RIGHT, "schedule", "the schedule steps at each micro-batch"),
+    Case("kinds one-cycle", RIGHT, "schedule", "its schedule is as long as all micro-batches"),
     Case("kinds steps-twice", IN_PART, "steps again", "step() twice with one gradient"),
     Case(
         "kinds head-later",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from bench.audit.command import audited_command
+from bench.audit.command.inside.records import RateSchedule
 from bench.audit.command.training_audit import IN_PART, NOT_JUDGED, RIGHT, TrainingAudit
 from bench.findings import Level
 
@@ -154,6 +156,46 @@ def test_an_advisory_is_told_where_it_certainly_applies(
         return
     assert [found.level for found in told] == [Level.WARNING]
     assert told[0].text.startswith(f"your deepspeed {version} with offload_optimizer: ZeRO-2")
+
+
+@pytest.mark.parametrize(("every", "verdict"), [(1, IN_PART), (2, IN_PART), (4, "not divided")])
+def test_a_few_rows_whose_classes_count_up_are_not_taken_for_contrasted(
+    every: int, verdict: str, tmp_path: Path
+) -> None:
+    ranks = audit(tmp_path, mean).ranks
+    for rank in ranks.values():
+        for number, backward in enumerate(rank.backwards):
+            (criterion,) = backward.criteria
+            criterion.seed, criterion.in_batch = 1.0, number % every == 0
+    assert TrainingAudit(ranks).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("end", "schedule", "is_told"),
+    [
+        ({}, {}, True),
+        ({"is_end_of_data": False}, {}, False),  # the training was cut short
+        ({}, {"length": UPDATES}, False),
+        ({}, {"length": UPDATES + 1}, False),
+        ({}, {"length": 8 * UPDATES}, False),  # the rest of the training is another one
+        ({}, {"position": 2}, False),  # it steps once per epoch
+        ({}, {"position": 4 * UPDATES}, False),  # it steps at each micro-batch
+    ],
+)
+def test_a_schedule_that_counts_micro_batches_is_told_where_the_data_end(
+    end: dict[str, Any], schedule: dict[str, Any], is_told: bool, tmp_path: Path
+) -> None:
+    ranks = audit(tmp_path, mean).ranks
+    found = RateSchedule("OneCycleLR", "total_steps", 4 * UPDATES, UPDATES)
+    for rank in ranks.values():
+        assert rank.end is not None
+        rank.end.all_backwards, rank.end.is_end_of_data = 4 * UPDATES, True
+        rank.end.schedules = [replace(found, **schedule)]
+        vars(rank.end).update(end)
+    judged = TrainingAudit(ranks)
+    levels = [found.level for found in judged.findings if found.topic == "schedule"]
+    assert levels == [Level.WARNING] * is_told
+    assert judged.verdict == RIGHT
 
 
 def test_an_accusation_names_file_and_line(tmp_path: Path) -> None:

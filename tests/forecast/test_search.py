@@ -98,7 +98,15 @@ def test_the_front_is_a_table_and_a_picture(
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 20_000
 
 
+def test_what_offloads_is_left_out_since_its_copies_are_in_no_time(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = found(capsys, "--memory", "80GiB")
+    assert "fsdp2-eager" in {row["backend"] for row in rows}
+    assert not [row for row in rows if "offload" in row["backend"]]
+
+
 def test_where_nothing_fits_the_front_is_empty(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ASKED, *SOME, "--memory", "8GiB"]) == GOOD
-    assert capsys.readouterr().out.startswith("Recommendation: none; nothing fits.")
+    assert capsys.readouterr().out.startswith("Recommendation: none; nothing fits")
     assert not any(row["on_front"] for row in found(capsys, *SOME, "--memory", "8GiB"))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.cli import main
 from bench.errors import InputError
 from bench.plan.models import describe_file, sources
 from tests.conftest import ROOT, Command, run_matrix
@@ -62,3 +63,13 @@ def test_a_text_file_is_a_corpus(tmp_path: Path, here: Command) -> None:
         "a cell names content, not a place"
     )
     assert run.tables.trials["entropy_floor"].isna().all()
+
+
+def test_a_plan_says_that_it_does_not_know_how_long_an_unknown_model_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["--matrix", "cpu", "--backend", "ddp-deferred", "--workload"]
+    assert main(["plan", *given, "tests.own_workload:Cycle"]) == 0
+    out = capsys.readouterr().out
+    assert "of each cell: of unknown length" in out
+    assert "about" not in out and "all of them fit" not in out

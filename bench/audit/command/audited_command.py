@@ -53,7 +53,10 @@ def run(
     try:
         status = run_in_foreground(command, environment(folder, updates, asked), output)
     except OSError as error:
-        raise InputError(f"{asked}: {command[0]}: {error.strerror}") from error
+        wrong = f"{command[0]}: {error.strerror}"
+        if command[0].endswith(".py"):
+            wrong += f"; start it with python, as in: -- python {command[0]}"
+        raise InputError(f"{asked}: {wrong}") from error
     if status < 0:
         return 128 - status
     return status

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import median, mode
 
 import numpy as np
@@ -35,7 +36,7 @@ from bench.audit.command.update_windows import (
     AuditedUpdate,
     added,
     batches_per_backward,
-    contrasts,
+    contrast,
     has_distinct_data,
     micro_batches,
     reached_leaves,
@@ -576,6 +577,8 @@ class LossScale:
             kinds.update(weighed.kinds)
         if len(kinds) > 1:
             return "since the loss has several terms"
+        if contrast(chain.from_iterable(update.backwards for update in self._mine)):
+            return "since the rows of a batch are contrasted with each other"
         for number in wrong:
             doubt = self._doubt_of_update(self._mine[number])
             if doubt:
@@ -589,8 +592,6 @@ class LossScale:
         for backward in update.backwards:
             if reached_leaves(backward) != first:
                 return "since the backwards of an update reach different parameters"
-            if contrasts(backward):
-                return "since the rows of a batch are contrasted with each other"
         is_asked = update.count in (update.step.asked, self.expect)
         if update.count > 1 and not is_asked and self._ratio != 1 and not has_distinct_data(update):
             return "since it is not visible whether backwards have a micro-batch each"

@@ -22,7 +22,7 @@ from bench.audit.command.recorded_events import (
 from bench.audit.command.update_windows import (
     AuditedUpdate,
     batches_per_backward,
-    contrasts,
+    contrast,
     micro_batches,
     unused,
     updates_of,
@@ -148,6 +148,7 @@ class TrainingAudit:
             return
         yield from self._of_request()
         yield from self._of_rest()
+        yield from self._of_schedules()
         yield from self._of_models()
         yield from self._of_reduction()
 
@@ -303,6 +304,31 @@ class TrainingAudit:
                 return step
         return None
 
+    def _of_schedules(self) -> Iterator[Finding]:
+        """Schedules that were told the number of micro-batches, and step once per update.
+
+        Only where the data came to their end: a training that is cut short ends before its
+        schedule, too.
+        """
+        end = self.first.end
+        if end is None or not end.is_end_of_data or len(self.optimizers) != 1:
+            return
+        (optimizer,) = self.optimizers
+        ratio = batches_per_backward(optimizer.mine)
+        if any(micro_batches(update, ratio) != update.count for update in optimizer.mine):
+            return
+        num_updates = self.num_updates(optimizer.number) or 0
+        for schedule in end.schedules:
+            is_of_batches = abs(schedule.length - end.all_backwards) <= 1
+            is_of_updates = abs(schedule.position - num_updates) <= 1
+            if is_of_batches and is_of_updates and schedule.length > num_updates + optimizer.usual:
+                text = (
+                    f"{schedule.name} ends at step {num_updates} of {schedule.length}: "
+                    f"{schedule.length_name} is the number of micro-batches, and it steps once "
+                    "per update"
+                )
+                yield warning("schedule", f"{text}; wrong unless training was stopped early")
+
     # Models
 
     def _of_models(self) -> Iterator[Finding]:
@@ -322,8 +348,7 @@ class TrainingAudit:
                 )
                 yield warning("moving average", f"{optimizer.label}{text}")
                 break
-        contrasting = list(filter(contrasts, self.first.backwards))
-        if usual > 1 and len(contrasting) > len(self.first.backwards) / 2:
+        if usual > 1 and contrast(self.first.backwards):
             text = "the rows of a micro-batch are contrasted with each other"
             yield note(
                 "contrastive",

@@ -101,9 +101,15 @@ def counts_of(updates: Iterable[AuditedUpdate]) -> list[int]:
     return [update.count for update in updates]
 
 
-def contrasts(backward: RecordedBackward) -> bool:
-    """Whether the rows of its batch are contrasted with each other."""
-    return any(criterion.in_batch for criterion in backward.criteria)
+def contrast(backwards: Iterable[RecordedBackward]) -> bool:
+    """Whether the rows of a batch are contrasted with each other, as at least half of these show.
+
+    The classes of a few rows may count up by chance.
+    """
+    seen = []
+    for backward in backwards:
+        seen.append(any(criterion.in_batch for criterion in backward.criteria))
+    return sum(seen) >= max(1, len(seen) / 2)
 
 
 def changed_leaves(clip: RecordedClipping) -> list[int]:

@@ -123,10 +123,26 @@ def loop():  # noqa: PLR0912 - a script has all of its variants in one place
             (encoder if variant == "head-uncleared" else net).zero_grad()
 
 
+def one_cycle():
+    """The schedule steps once per update, and its length is the number of micro-batches."""
+    data = torch.utils.data.TensorDataset(*batch(48))
+    loader = torch.utils.data.DataLoader(data, 3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2 * len(loader))
+    for _ in range(2):
+        for i, (x, y) in enumerate(loader):
+            (F.cross_entropy(net(x), y) / ACCUMULATE).backward()
+            if i % ACCUMULATE == ACCUMULATE - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+
+
 if variant.startswith("two-optimizers"):
     two_optimizers()
 elif variant.startswith("cached"):
     cached()
+elif variant == "one-cycle":
+    one_cycle()
 elif variant == "sharpness-aware":
     sharpness_aware()
 else:

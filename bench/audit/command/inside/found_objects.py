@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import sys
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Tuple  # noqa: UP035 - older Pythons
 
 import torch
 from torch import Tensor
 
+from .records import RateSchedule
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.optim.lr_scheduler import LRScheduler
 
 PACKAGES = ("torch", "deepspeed", "accelerate", "lightning", "pytorch_lightning", "transformers")
 DISTRIBUTIONS = {
@@ -41,6 +46,15 @@ FACTS: dict[str, tuple[str, ...]] = {
 }
 """By the name of a class or a base, the attributes that are read."""
 SCALER = "GradScaler"
+LENGTHS = {
+    "OneCycleLR": "total_steps",
+    "CosineAnnealingLR": "T_max",
+    "PolynomialLR": "total_iters",
+    "LinearLR": "total_iters",
+    "LambdaLR": "num_training_steps",
+}
+"""By schedule what its length is called. That of a LambdaLR is known to the functions that
+transformers and diffusers make."""
 OBSTACLES = {
     "FullyShardedDataParallel": "FSDP1 keeps gradients in flat parameters",
     "LocalSGD": "local SGD averages parameters instead of gradients",
@@ -53,9 +67,11 @@ PARALLEL = {
     "_local_tensor": "parameters are distributed tensors, as in tensor parallelism",
 }
 """By the name of a class, or of an attribute of leaves, why ranks hold different parameters."""
-KNOWN = {*FACTS, *OBSTACLES, *PARALLEL, SCALER}
+KNOWN = {*FACTS, *OBSTACLES, *PARALLEL, SCALER, *LENGTHS}
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_forward_module.")
 """What wrappers put into the names of parameters."""
+HeldSchedule = Tuple["weakref.ReferenceType[LRScheduler]", RateSchedule]  # noqa: UP006 - older Pythons
+"""Without keeping it alive, which would keep its optimizer."""
 
 
 class FoundObjects:
@@ -68,14 +84,22 @@ class FoundObjects:
         """FSDP2's parameters by the id of the leaf that autograd sees."""
         self.modules: list[torch.nn.Module] = []
         """All modules, those of other modules among them."""
+        self.schedules: list[HeldSchedule] = []
+        """Those whose length is known."""
         names: dict[type, str] = {}
         for found in gc.get_objects():
             kind = type(found)
             if kind not in names:
                 names[kind] = _name(kind)
             name = names[kind]
-            if name:
+            length = None
+            if name in LENGTHS:
+                length = _length(found, LENGTHS[name])
+            elif name:
                 self._last[name] = found
+            if length is not None:
+                schedule = RateSchedule(name, LENGTHS[name], length)
+                self.schedules.append((weakref.ref(found), schedule))
             if name == "FSDPParam" and hasattr(found, "_unsharded_param"):
                 self.sharded[id(found._unsharded_param)] = found
             if _is_module(found):
@@ -250,6 +274,34 @@ def _name(kind: type) -> str:
         if package in PACKAGES and base.__name__ in KNOWN:
             return base.__name__
     return ""
+
+
+def _length(schedule: object, name: str) -> int | None:
+    """How many steps a schedule has; None if it does not say."""
+    length = getattr(schedule, name, None)
+    for function in getattr(schedule, "lr_lambdas", ())[:1]:
+        length = _bound(function, name)
+    if isinstance(length, int):
+        return length
+    return None
+
+
+def _bound(function: object, name: str) -> object:
+    """The value that a function has for a name: an argument that is given, or a variable around it.
+
+    None if it has none.
+    """
+    if isinstance(function, functools.partial):
+        return function.keywords.get(name)
+    free = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    if name not in free:
+        return None
+    closure: Any = function
+    try:
+        value: object = closure.__closure__[free.index(name)].cell_contents
+    except ValueError:  # it is not set yet
+        return None
+    return value
 
 
 def _read(found: object, attribute: str) -> object:

@@ -140,6 +140,18 @@ class Step(Generic[ValuesT]):
 
 
 @dataclass
+class RateSchedule:
+    """A learning-rate schedule that knows how many steps it has."""
+
+    name: str
+    length_name: str
+    """What the length is called, such as ``total_steps``."""
+    length: int
+    position: int = 0
+    """How many steps it had made by the last step of an optimizer, or by the end if it lives on."""
+
+
+@dataclass
 class End(Generic[ValuesT]):
     """The process ends by itself, or the recorder has failed."""
 
@@ -150,6 +162,11 @@ class End(Generic[ValuesT]):
     """Since the last step of any optimizer."""
     updates: list[int] = field(default_factory=list)
     """By optimizer, all that were made."""
+    all_backwards: int = 0
+    is_end_of_data: bool = False
+    """Whether the last backward followed the last batch of a data loader, as far as a schedule may
+    end there."""
+    schedules: list[RateSchedule] = field(default_factory=list)
 
 
 Event = Union[  # noqa: UP007 - older Pythons

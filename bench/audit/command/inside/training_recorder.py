@@ -18,7 +18,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Optional, Tuple  # noqa: UP035 - older Pythons
+from typing import Any, NamedTuple, Optional, Tuple  # noqa: UP035 - older Pythons
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from ....measure.c10d_kernels import CollectiveCall, CollectiveKernels
 from . import criteria
 from .failures import tell
-from .found_objects import OBSTACLES, PARALLEL, FoundObjects
+from .found_objects import OBSTACLES, PARALLEL, FoundObjects, HeldSchedule
 from .graph_survey import GraphSurvey, plain, survey
 from .leaf_probes import (
     FEW_COORDINATES,
@@ -105,6 +105,9 @@ class TrainingRecorder:
         self.active = self.sampling = True
         self.fetched = 0
         """Batches that data loaders have handed out."""
+        self.last_loader: Callable[[], Any] = _nothing
+        """The iterator that handed out the newest; None if it is gone."""
+        self._is_end_of_data = False
         self._num_backwards = 0
         self._backward: Backward[Tensor, Tensor] | None = None
         """The one that runs, or ran last while its update goes on."""
@@ -134,6 +137,7 @@ class TrainingRecorder:
         self._copies: list[Tensor] = []
         self._waiting: list[LiveEvent] = []
         self._known_lengths: set[tuple[int, int]] = set()
+        self._schedules: list[HeldSchedule] = []
         self._num_scans = 0
         self._rank: Rank[Tensor, Tensor] | None = None
 
@@ -175,6 +179,7 @@ class TrainingRecorder:
         """Hooks on the criteria, and on leaves that were not seen before."""
         self._num_backwards += 1
         self._open += 1
+        self._is_end_of_data = self._has_no_more_data()
         if not self.sampling:
             return
         tensors = [root for root in roots if isinstance(root, Tensor)]
@@ -299,6 +304,7 @@ class TrainingRecorder:
         since = self._num_backwards - self._last_backward.get(number, 0)
         self._last_backward[number] = self._num_backwards
         self._open = 0
+        self._follow_schedules()
         if since:
             self._num_updates[number] = self._num_updates.get(number, 0) + 1
         if not self.sampling:
@@ -348,7 +354,29 @@ class TrainingRecorder:
             else:
                 values.append(tensor.detach().take(places))
         updates = [self._num_updates.get(number, 0) for number in range(len(self._optimizers))]
-        self._write(End(end=values, backwards=self._open, updates=updates))
+        self._follow_schedules()
+        end: End[Tensor] = End(end=values, backwards=self._open, updates=updates)
+        end.all_backwards, end.is_end_of_data = self._num_backwards, self._is_end_of_data
+        end.schedules = [schedule for _, schedule in self._schedules]
+        self._write(end)
+
+    def _has_no_more_data(self) -> bool:
+        """Whether data end where a schedule would, if each backward was a step of it.
+
+        False if that is not known, as of a stream. Elsewhere the script is not asked for a length.
+        """
+        for _, schedule in self._schedules:
+            if abs(schedule.length - self._num_backwards) <= 1:
+                loader = self.last_loader()
+                with contextlib.suppress(Exception):
+                    return bool(loader._num_yielded == len(loader._index_sampler))
+        return False
+
+    def _follow_schedules(self) -> None:
+        for held, schedule in self._schedules:
+            found = held()
+            if found is not None:
+                schedule.position = int(found.last_epoch)
 
     # Samples
 
@@ -361,6 +389,7 @@ class TrainingRecorder:
         if self._num_scans < MOST_SCANS:
             self._num_scans += 1
             self._objects = FoundObjects()
+            self._schedules = self._objects.schedules
         self._reached.update(map(id, new))
         trained = [leaf for leaf in new if self._is_trained(leaf)]
         large = []
@@ -489,6 +518,10 @@ class TrainingRecorder:
                 lines.append(json.dumps(line, default=_plain) + "\n")
             with (self._folder / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
                 file.write("".join(lines))
+
+
+def _nothing() -> None:
+    """What is left of an object that is gone."""
 
 
 def _place() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -185,6 +186,7 @@ def _wrap_loaders(recorder: TrainingRecorder) -> None:
     def count(loader: object) -> object:
         batch = original(loader)
         recorder.fetched += 1
+        recorder.last_loader = weakref.ref(loader)
         return batch
 
     iterator.__next__ = count
