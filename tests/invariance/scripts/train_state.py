@@ -17,14 +17,14 @@ parser = argparse.ArgumentParser()
 parser.add_argument("variant")
 parser.add_argument("--gas", type=int, default=int(os.environ.get("ACCUMULATE", "1")))
 parser.add_argument("--micro-batch", type=int, default=int(os.environ.get("BATCH", "8")))
-parser.add_argument("--crash", type=int, default=0)
+parser.add_argument("--number", type=int, default=0)
 options = parser.parse_args()
 variant, N, B = options.variant, options.gas, options.micro_batch
 VOCABULARY, WIDTH, ROWS, UPDATES = 32, 24, 8, 4
 
 
 class Router(nn.Module):
-    """Two experts; a bias that is moved towards those that get fewer tokens, and an auxiliary loss."""
+    """Four experts; a bias that is moved towards those that get fewer tokens, and an auxiliary loss."""
 
     def __init__(self):
         super().__init__()
@@ -34,8 +34,9 @@ class Router(nn.Module):
         self.register_buffer("tokens", torch.zeros(4))
 
     def forward(self, hidden):
-        shares = self.gate(hidden).softmax(-1)
-        self.importance = shares.mean((0, 1))
+        scores = self.gate(hidden)
+        self.auxiliary = scores.logsumexp(-1).square().mean()
+        shares = scores.softmax(-1)
         best = (shares + self.bias).argmax(-1)
         with torch.no_grad():
             self.tokens += torch.bincount(best.flatten(), minlength=4)
@@ -88,7 +89,7 @@ if variant == "lora":
 if variant == "tied":
     net.head.weight = net.embedding.weight
 parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
-if variant in ("sgd", "sparse", "swa", "swa-each"):
+if variant in ("sgd", "sparse", "swa", "swa-each", "counts"):
     optimizer = torch.optim.SGD(parameters, 0.1, momentum=0.0 if variant == "sparse" else 0.9)
 elif variant in ("adafactor", "rmsprop", "adagrad", "nadam"):
     kinds = {"adafactor": "Adafactor", "rmsprop": "RMSprop", "adagrad": "Adagrad", "nadam": "NAdam"}
@@ -99,6 +100,9 @@ elif variant == "muon":
     optimizer = torch.optim.Muon([each for each in parameters if each.dim() == 2], 1e-2)
 else:
     optimizer = torch.optim.AdamW(parameters, 1e-2)
+if variant == "counts":
+    for parameter in parameters:
+        optimizer.state[parameter]["count"] = torch.tensor([options.number])
 shadow = copy.deepcopy(net).requires_grad_(False)
 average = [parameter.detach().clone() for parameter in parameters]
 mean_model = torch.optim.swa_utils.AveragedModel(net)
@@ -161,8 +165,8 @@ def loss_of(x, y, size):
         loss = loss + 0.01 * sum(each.pow(2).sum() for each in parameters) / N
     if variant == "penalty-each":
         loss = loss + 0.01 * sum(each.pow(2).sum() for each in parameters)
-    if variant == "moe-auxiliary":
-        loss = loss + 0.05 * 4 * net.router.importance.pow(2).sum()
+    if variant.startswith("moe"):
+        loss = loss + 0.1 * net.router.auxiliary / (1 if variant == "moe-auxiliary" else N)
     return loss
 
 
