@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
                 )
             print(f"invariance: {text}", file=sys.stderr)
         if found.nothing or found.status > BY_SIGNAL or (found.status and not found.updates):
-            if found.nothing:
+            if found.nothing and not found.status:
                 print(f"invariance: nothing seen: {found.nothing}", file=sys.stderr)
             return found.status or UNCHECKED
     first, again, *others = runs

@@ -137,6 +137,7 @@ PAIRS = (
     right("state divide"),
     wrong("state divide-each", "gradient differs", "", "the sum so far is halved per micro-batch"),
     right("state partial"),
+    right("state carried", "what is left of an epoch belongs to the first update of the next"),
     wrong(
         "state partial-divided", "gradient differs", "update 3", "a last window of 2, divided by 4"
     ),
@@ -152,6 +153,7 @@ RIGHT_ONES = (
     right("state tied"),
     right("state lora"),
     right("state checkpoint"),
+    right("state codes", "a quantized state of the optimizer"),
     right("state smoothing"),
     right("state double", "float64"),
     right("state autocast", "bf16 by autocast"),
@@ -164,6 +166,7 @@ NAMED = (
     SplitCase("state batchnorm", NOT_JUDGED, "not judged", "BatchNorm"),
     SplitCase("state contrastive", NOT_JUDGED, "not judged", "contrasted"),
     SplitCase("state contrastive-by-hand", NOT_JUDGED, "not judged", "contrasted"),
+    SplitCase("state quantized", NOT_JUDGED, "not judged", "quantized"),
     SplitCase("state unseeded", NOT_COMPARABLE, "A/A", "seed the model"),
     SplitCase("state sampler", NOT_COMPARABLE, "A/A", "seed the sampler"),
     SplitCase("state lbfgs", NOT_COMPARABLE, "not comparable", "several backwards"),

@@ -518,7 +518,7 @@ def _begins_alike(first: SplitRun, other: SplitRun) -> bool:
 
 def _excuses(first: SplitRun, other: SplitRun) -> Iterator[str]:
     """What may rightly depend on how a batch is split."""
-    count, has_dropout, draws = 0, False, False
+    count, has_dropout, draws, quantizes = 0, False, False, False
     for trainer in (*first.trainers(), *other.trainers()):
         count = max(count, trainer.batch_norms)
         has_dropout = has_dropout or trainer.dropouts > 0
@@ -526,6 +526,7 @@ def _excuses(first: SplitRun, other: SplitRun) -> Iterator[str]:
     for micro_batch in micro_batches:
         has_dropout = has_dropout or micro_batch.dropout
         draws = draws or micro_batch.drew
+        quantizes = quantizes or micro_batch.quantizes
     if count:
         modules = plural(count, "BatchNorm module")
         yield f"{modules} in training mode normalize each micro-batch by itself"
@@ -533,6 +534,8 @@ def _excuses(first: SplitRun, other: SplitRun) -> Iterator[str]:
         yield "dropout draws other numbers for each micro-batch: set it to 0"
     elif draws:
         yield "torch draws random numbers between batch and backward, as dropout does: set it to 0"
+    if quantizes:
+        yield "tensors are quantized with scales that follow from the micro-batch"
     num_contrasted = sum(map(_contrasts, micro_batches))
     if num_contrasted > CONTRASTIVE * len(micro_batches):
         yield "rows of a micro-batch are contrasted with each other, so it has fewer negatives"

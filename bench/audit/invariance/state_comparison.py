@@ -220,7 +220,9 @@ class SplitComparison:
         follows = gradient is not None and gradient.likeness is Likeness.DIFFERENT
         if is_near and not follows:
             factor = None
-        if factor is not None:
+        if first.dtype not in bounds.UNITS:
+            likeness = Likeness.UNCLEAR
+        elif factor is not None:
             likeness = Likeness.DIFFERENT
         elif is_near and follows:
             likeness = Likeness.UNCLEAR
