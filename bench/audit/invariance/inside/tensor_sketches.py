@@ -63,7 +63,8 @@ def stored_parts(tensor: Tensor | None) -> Iterator[tuple[str, Tensor]]:
         yield "", torch.zeros(0)
         return
     local = plain(tensor)
-    if not hasattr(local, "__tensor_flatten__"):
+    is_awaited = type(local).__module__.startswith("torch.distributed")  # waits when it is read
+    if is_awaited or not hasattr(local, "__tensor_flatten__"):
         yield "", local
         return
     names, _ = local.__tensor_flatten__()
