@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from bench.audit.invariance.invariance_screen import screen
 from bench.audit.invariance.invariance_verdict import BITWISE, ROUNDED, InvarianceVerdict
 from bench.formatting import at_most
+from bench.tabular import markdown_table
 from studies import ROOT
 from studies.invariance_texts import INTRODUCTION, LIMITS, PUBLIC, PUBLIC_SCRIPTS, SIZES_OF_ROUNDING
 from tests.invariance.cases import CASES, DIFFERENT, SplitCase, compare
@@ -30,6 +31,21 @@ MOST_SHOWN = 7
 AT_ONCE = 4
 """Cases whose results are kept together."""
 RIGHT = (ROUNDED, BITWISE)
+TRAINED_BY = {
+    "state": "a loop on one process",
+    "ddp": "DDP",
+    "ranks head": "DDP",
+    "fsdp2": "FSDP2",
+    "parallel tensor": "tensor parallel",
+    "ranks tensor": "tensor parallel in FSDP2",
+    "ranks pipeline": "1F1B",
+    "ranks titan": "a loop as torchtitan's",
+    "accelerate": "Accelerate",
+    "hf": "HF Trainer",
+    "deepspeed": "DeepSpeed",
+    "lightning": "Lightning",
+}
+"""By how the name of a script begins."""
 Results: TypeAlias = dict[str, Any]
 """As docs/invariance.json has them: by the name of a case, and what COST was measured."""
 
@@ -155,6 +171,10 @@ def _known_verdicts(cases: Sequence[SplitCase], data: Results) -> Iterator[str]:
         "may depend on N or are not seeded, and the answer says so."
     )
     yield ""
+    yield from markdown_table(
+        ("trained by", "wrong", "of these found", "right", "of these accused"),
+        _by_framework(cases, found, accused),
+    )
     yield from (f"- *{topic}*: {faults}" for topic, faults in _by_finding(found))
     yield ""
 
@@ -162,6 +182,31 @@ def _known_verdicts(cases: Sequence[SplitCase], data: Results) -> Iterator[str]:
 def _screens(data: Results) -> Iterator[str]:
     for name in SCREENS:
         yield from (f"The screen of `{name}`:", "", "```", *data[name]["screen"], "```", "")
+
+
+def _by_framework(
+    cases: Sequence[SplitCase], found: Sequence[SplitCase], accused: Sequence[SplitCase]
+) -> list[tuple[str, str, str, str, str]]:
+    """How many scripts are wrong and right, and what becomes of them, by what trains them."""
+    rows = []
+    for framework in dict.fromkeys(TRAINED_BY.values()):
+        own = [case for case in cases if _trained_by(case) == framework]
+        wrong = [case for case in own if case.verdict == DIFFERENT]
+        counts = (
+            len(wrong),
+            len([case for case in wrong if case in found]),
+            len(own) - len(wrong),
+            len([case for case in own if case in accused]),
+        )
+        rows.append((framework, *map(str, counts)))
+    return rows
+
+
+def _trained_by(case: SplitCase) -> str:
+    for start, framework in TRAINED_BY.items():
+        if case.script.startswith(start):
+            return framework
+    raise KeyError(case.script)
 
 
 def _by_finding(cases: Sequence[SplitCase]) -> list[tuple[str, str]]:

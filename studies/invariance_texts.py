@@ -19,7 +19,7 @@ and copies of parameters (moving averages), learning rates, schedules and loss s
 | bitwise equal | 0 | all bits are the same |
 | equal to rounding | 0 | differences are below a bound, which the screen states |
 | differs | 1 | the first update that differs, its tensors, and the factor if there is one |
-| not judged | 3 | what differs may depend on the split: dropout, BatchNorm, rows that are contrasted |
+| not judged | 3 | what differs may depend on the split: dropout, BatchNorm, contrasted rows, quantized tensors |
 | not comparable | 3 | other samples, other initial values, or a command that differs from itself |
 
 If a command fails, its exit status is returned. Of each tensor, the norm, 64 elements, a hash of its bits, and 64
@@ -40,6 +40,8 @@ LIMITS = """\
   optimizers of inverse roots or orthogonal factors (Shampoo, Muon), faults below 30 %, and integer states.
 - Averages and schedules that are neither modules, nor schedules of torch or DeepSpeed, nor lists or dictionaries with a
   tensor per parameter in an attribute or global variable.
+- Quantized training is known by the names of functions in the graph (FP8, FP4, 8 bits); without such a name it may be
+  called different.
 - Optimizers that do not derive from `torch.optim.Optimizer`, or run several backwards per step; processes started with
   `python -I` or `-E`.
 - What amplifies rounding without a limit, as exact factors of a gradient without full rank do, may be called different;
@@ -104,5 +106,41 @@ PUBLIC_SCRIPTS: tuple[tuple[str, str, str, str], ...] = (
         "0.21.2; 5.23.0",
         "equal to rounding",
         "true",
+    ),
+    (
+        "Poutyne's `Model.fit_generator`, 20 rows per epoch",
+        "1.19.0",
+        "equal to rounding",
+        "true: divided by the rows of the window",
+    ),
+    (
+        "pytorch-accelerated's `Trainer`, MONAI's `SupervisedTrainer` and torchtnt's `AutoUnit`, 20 rows per epoch",
+        "0.1.61, 1.6.1, 0.2.4",
+        "**differs**: gradients by the factor 0.5 in update 3",
+        "true: divided by N whatever is left of the epoch",
+    ),
+    (
+        "pytorch-ignite's `create_supervised_trainer` and MMEngine's `Runner`, 20 rows per epoch",
+        "0.5.5, 0.10.7",
+        "updates 1 and 2 equal to rounding; then other inputs",
+        "true: what is left of an epoch belongs to the first update of the next",
+    ),
+    (
+        "torchao's `AdamW8bit` in a plain loop",
+        "0.18.0",
+        "equal to rounding",
+        "true; it failed before, which was fixed",
+    ),
+    (
+        "torchao's FP8 linear layers, emulated, in a plain loop",
+        "0.18.0",
+        "not judged: quantized tensors",
+        "true: scales are of the micro-batch; it was accused before, which was fixed",
+    ),
+    (
+        "torchao's weights in 8 bits in a plain loop, 20 rows per epoch",
+        "0.18.0",
+        "updates 1 and 2 equal to rounding; then other inputs",
+        "true; it was accused before, which was fixed",
     ),
 )

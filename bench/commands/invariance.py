@@ -87,11 +87,12 @@ def run(arguments: argparse.Namespace) -> int:
                 text += f"; does the command know {arguments.vary}?"
             elif number > 1:
                 text += (
-                    ", and the first run did not; if a port or a folder was in use: {port}, {run}"
+                    ", and the first run did not; if a port or a folder was in use, write {port} "
+                    "or {run} in its place"
                 )
             print(f"invariance: {text}", file=sys.stderr)
         if found.nothing or found.status > BY_SIGNAL or (found.status and not found.updates):
-            if found.nothing:
+            if found.nothing and not found.status:
                 print(f"invariance: nothing seen: {found.nothing}", file=sys.stderr)
             return found.status or UNCHECKED
     first, again, *others = runs

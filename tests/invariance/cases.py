@@ -110,7 +110,7 @@ PAIRS = (
     wrong(
         "state moe-auxiliary", "gradient differs", "router", "an auxiliary loss that is not divided"
     ),
-    right("state moe", "experts, whose bias is moved once per update"),
+    right("state moe", "experts with an auxiliary loss, whose bias is moved once per update"),
     wrong("state moe-each", "buffer differs", "router", "the bias is moved per micro-batch"),
     right("state noise", "gradient noise once per update"),
     wrong("state noise-each", "gradient differs", "", "gradient noise per micro-batch"),
@@ -134,8 +134,10 @@ PAIRS = (
     right("state sign"),
     right("state decay"),
     wrong("state decay-each", "parameters move", "", "parameters decay per micro-batch"),
+    right("state divide"),
     wrong("state divide-each", "gradient differs", "", "the sum so far is halved per micro-batch"),
     right("state partial"),
+    right("state carried", "what is left of an epoch belongs to the first update of the next"),
     wrong(
         "state partial-divided", "gradient differs", "update 3", "a last window of 2, divided by 4"
     ),
@@ -151,6 +153,7 @@ RIGHT_ONES = (
     right("state tied"),
     right("state lora"),
     right("state checkpoint"),
+    right("state codes", "a quantized state of the optimizer"),
     right("state smoothing"),
     right("state double", "float64"),
     right("state autocast", "bf16 by autocast"),
@@ -163,6 +166,7 @@ NAMED = (
     SplitCase("state batchnorm", NOT_JUDGED, "not judged", "BatchNorm"),
     SplitCase("state contrastive", NOT_JUDGED, "not judged", "contrasted"),
     SplitCase("state contrastive-by-hand", NOT_JUDGED, "not judged", "contrasted"),
+    SplitCase("state quantized", NOT_JUDGED, "not judged", "quantized"),
     SplitCase("state unseeded", NOT_COMPARABLE, "A/A", "seed the model"),
     SplitCase("state sampler", NOT_COMPARABLE, "A/A", "seed the sampler"),
     SplitCase("state lbfgs", NOT_COMPARABLE, "not comparable", "several backwards"),
@@ -227,6 +231,7 @@ EVERYDAY = tuple(case for case in CASES if case.name in _EVERYDAY)
 """One of each kind."""
 FRAMEWORKS = (
     right("accelerate right"),
+    right("accelerate short-scaled", "a last window of 2, whose loss is multiplied by 4 / 2"),
     wrong(
         "accelerate short", "gradient differs", "update 3", "a last window of 2: stock Accelerate"
     ),
@@ -243,6 +248,54 @@ FRAMEWORKS = (
         "1/N",
         "the loss is divided, and by the engine again",
         2,
+    ),
+    right("lightning right ddp", ranks=2),
+    wrong("lightning twice ddp", "gradient differs", "1/N", "the loss is divided twice", 2),
+    right(
+        "lightning partial-scaled ddp", "a last window of 2, whose loss is multiplied by 4 / 2", 2
+    ),
+    wrong(
+        "lightning partial ddp",
+        "gradient differs",
+        "update 3",
+        "a last window of 2: stock Lightning",
+        2,
+    ),
+    right("lightning right fsdp2", ranks=2),
+    right("lightning multiplied deepspeed", "the loss is multiplied by N", ranks=2),
+    wrong(
+        "lightning right deepspeed",
+        "gradient differs",
+        "1/N",
+        "divided by the Trainer and by DeepSpeed: stock Lightning",
+        2,
+    ),
+    right("lightning manual alone", "manual optimization with a schedule"),
+    wrong(
+        "lightning manual-undivided alone",
+        "gradient differs",
+        "B=2: the gradient",
+        "manual optimization without a division",
+    ),
+    wrong(
+        "lightning manual-schedule-each alone",
+        "position",
+        "instead of",
+        "manual optimization, a schedule per micro-batch",
+    ),
+    right("lightning average alone"),
+    wrong(
+        "lightning average-each alone",
+        "copy differs",
+        "SmallLM",
+        "a callback that averages at each batch",
+    ),
+    right("lightning clip alone"),
+    wrong(
+        "lightning clip-each alone",
+        "gradient differs",
+        "",
+        "clips in `on_after_backward`, which each micro-batch runs",
     ),
 )
 CASES = (*CASES, *FRAMEWORKS)

@@ -6,6 +6,7 @@ and variables of the environment, from standard input; writes the status of each
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -15,6 +16,10 @@ import traceback
 from pathlib import Path
 
 from tests.invariance.cases import SCRIPTS
+
+OF_HUGGING_FACE = ("accelerate", "transformers")
+PRELOADED = {"accelerate": OF_HUGGING_FACE, "hf": OF_HUGGING_FACE, "lightning": ("lightning",)}
+"""By script, what is imported once, before the forks."""
 
 
 def train(name: str, script: str, ranks: int, environment: dict[str, str], folder: Path) -> int:
@@ -57,9 +62,9 @@ if __name__ == "__main__":
     gc.freeze()  # the recorder looks at all objects: those of the imports are none of a training
     jobs = json.load(sys.stdin)
     names = {job["script"].split()[0] for job in jobs}
-    for preloaded in ("accelerate", "transformers"):
-        if names & {"accelerate", "hf"}:
-            __import__(preloaded)
+    for name in sorted(names & PRELOADED.keys()):
+        for module in PRELOADED[name]:
+            importlib.import_module(module)
     for job in jobs:
         folder = Path(sys.argv[1], job["name"])
         folder.mkdir(parents=True)

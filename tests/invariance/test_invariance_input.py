@@ -113,7 +113,9 @@ def test_commands_that_fail(
 @pytest.mark.parametrize(
     ("variant", "vary", "status", "words"),
     [
-        ("plain", ("--vary", "--crash {N}", "--accumulate", "1,4"), 3, "changes nothing"),
+        ("plain", ("--vary", "--number {N}", "--accumulate", "1,4"), 3, "changes nothing"),
+        ("plain", ("--vary", "--number {0,1}"), 0, "bitwise equal"),
+        ("counts", ("--vary", "--number {0,1}"), 3, "the state count of all 9 tensors differs"),
         (
             "plain",
             ("--vary", "--gas {N}", "--accumulate", "1,4"),

@@ -181,8 +181,8 @@ class InvarianceVerdict:
             return
         made = min(other.updates, self.first.updates)
         if updates < made:
-            text = f"update {updates + 1} has other samples or another number of them"
-            yield warning("other samples", f"{label}: {text}; what comes before it is compared")
+            text = f"update {updates + 1} has other inputs or another number of them"
+            yield warning("other inputs", f"{label}: {text}; what comes before it is compared")
         elif made < self.updates:
             text = f"made {made} of {plural(self.updates, 'update')}"
             yield warning("ended early", f"{label}: {text}")
@@ -217,7 +217,7 @@ class InvarianceVerdict:
         if not different:
             if comparison.likeness is Likeness.UNCLEAR:
                 self._is_unclear = True
-                yield warning("not judged", f"{label}: no tensor could be compared")
+                yield warning("not judged", f"{label}: {_of_unclear(comparison)}")
             return
         update = different[0].update
         first = [pair for pair in different if pair.update == update]
@@ -254,9 +254,8 @@ def _of_kinds(comparison: SplitComparison, first: Sequence[TensorPair]) -> Itera
     label = comparison.other.split.label
     update = first[0].update
     kinds = list(dict.fromkeys(pair.kind for pair in first))
-    all_kinds = {pair.kind for pair in comparison.pairs if pair.update == update}
     only = ""
-    if len(kinds) == 1 and len(all_kinds) > 1:
+    if len(kinds) == 1 and _others_are_equal(kinds[0], comparison, update):
         only = "only "
     known: set[str] = set()
     followed = []
@@ -272,6 +271,26 @@ def _of_kinds(comparison: SplitComparison, first: Sequence[TensorPair]) -> Itera
         yield error(f"{kind} differs", f"{label}: {what} differs {how} in update {update}")
     if followed:
         yield note("follows", f"{label}: {some(followed)} of the same tensors differ too")
+
+
+def _of_unclear(comparison: SplitComparison) -> str:
+    """What differs where no difference is judged."""
+    unclear = [pair for pair in comparison.pairs if not pair.is_judged]
+    if not unclear:
+        return "no tensor could be compared"
+    update, kind = unclear[0].update, unclear[0].kind
+    first = [pair for pair in _of_kind(unclear, kind) if pair.update == update]
+    what = f"{_in_words(kind)} {_named(first, comparison)}"
+    return (
+        f"{what} differs in update {update}, but may do so by rounding, or holds integers or "
+        "infinite numbers"
+    )
+
+
+def _others_are_equal(kind: str, comparison: SplitComparison, update: int) -> bool:
+    """Whether tensors of all other kinds, of which there are some, are known to be equal."""
+    others = [pair for pair in comparison.pairs if pair.update == update and pair.kind != kind]
+    return bool(others) and all(pair.is_judged for pair in others)
 
 
 def _in_words(kind: str) -> str:
@@ -338,13 +357,16 @@ def _name_of_factor(factor: float, comparison: SplitComparison, update: int) -> 
 
 
 def _named(pairs: Sequence[TensorPair], comparison: SplitComparison) -> str:
-    """Tensors by module: ``all 11 tensors``, ``router (2 of 11 tensors)``, or their names."""
+    """Tensors by module: ``all 11 tensors``, ``router (2 of 11 tensors)``, or their names.
+
+    Copies are always named, since their modules tell one copy of the parameters from another.
+    """
     names = list(dict.fromkeys(pair.name for pair in pairs))
     every = set()
     for pair in _of_kind(comparison.pairs, pairs[0].kind):
         if pair.update == pairs[0].update:
             every.add(pair.name)
-    if len(names) == len(every) >= MANY:
+    if len(names) == len(every) >= MANY and pairs[0].kind != COPY:
         return f"all {len(names)} tensors"
     modules = _modules(names, every)
     return f"{some(modules)} ({len(names)} of {plural(len(every), 'tensor')})"
@@ -496,7 +518,7 @@ def _begins_alike(first: SplitRun, other: SplitRun) -> bool:
 
 def _excuses(first: SplitRun, other: SplitRun) -> Iterator[str]:
     """What may rightly depend on how a batch is split."""
-    count, has_dropout, draws = 0, False, False
+    count, has_dropout, draws, quantizes = 0, False, False, False
     for trainer in (*first.trainers(), *other.trainers()):
         count = max(count, trainer.batch_norms)
         has_dropout = has_dropout or trainer.dropouts > 0
@@ -504,6 +526,7 @@ def _excuses(first: SplitRun, other: SplitRun) -> Iterator[str]:
     for micro_batch in micro_batches:
         has_dropout = has_dropout or micro_batch.dropout
         draws = draws or micro_batch.drew
+        quantizes = quantizes or micro_batch.quantizes
     if count:
         modules = plural(count, "BatchNorm module")
         yield f"{modules} in training mode normalize each micro-batch by itself"
@@ -511,6 +534,8 @@ def _excuses(first: SplitRun, other: SplitRun) -> Iterator[str]:
         yield "dropout draws other numbers for each micro-batch: set it to 0"
     elif draws:
         yield "torch draws random numbers between batch and backward, as dropout does: set it to 0"
+    if quantizes:
+        yield "tensors are quantized with scales that follow from the micro-batch"
     num_contrasted = sum(map(_contrasts, micro_batches))
     if num_contrasted > CONTRASTIVE * len(micro_batches):
         yield "rows of a micro-batch are contrasted with each other, so it has fewer negatives"

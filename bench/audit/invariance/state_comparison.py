@@ -130,11 +130,13 @@ class SplitComparison:
 
     @property
     def likeness(self) -> Likeness:
-        """Of the pair that is least alike, of those that are judged."""
+        """Of the pair that is least alike; one that is not judged counts where none is rounded."""
         found = {pair.likeness for pair in self.pairs}
-        for likeness in (Likeness.DIFFERENT, Likeness.ROUNDED, Likeness.BITWISE):
+        for likeness in (Likeness.DIFFERENT, Likeness.ROUNDED, Likeness.UNCLEAR):
             if likeness in found:
                 return likeness
+        if found:
+            return Likeness.BITWISE
         return Likeness.UNCLEAR
 
     def largest(self) -> float:
@@ -215,12 +217,17 @@ class SplitComparison:
                 noise = max(gradient.relative, self.bound)
             tolerance = bounds.of_changes(max(tolerance, bounds.UNSTABLE), noise)
             is_near = difference <= OF_SKETCH * (tolerance * size + stored)
-        likeness = Likeness.DIFFERENT
-        if is_near:
-            likeness = Likeness.ROUNDED
+        follows = gradient is not None and gradient.likeness is Likeness.DIFFERENT
+        if is_near and not follows:
             factor = None
-        elif tolerance >= bounds.LIMIT and factor is None:
+        if first.dtype not in bounds.UNITS:
             likeness = Likeness.UNCLEAR
+        elif factor is not None:
+            likeness = Likeness.DIFFERENT
+        elif is_near and follows:
+            likeness = Likeness.UNCLEAR
+        else:
+            likeness = _likeness(is_near, tolerance)
         return replace(
             pair,
             likeness=likeness,
@@ -294,14 +301,15 @@ def _of_value(
         size = max(norm, element * math.sqrt(first.size))
     else:
         tolerance = max(tolerance, bounds.UNSTABLE)
-    likeness = Likeness.DIFFERENT
+    is_near = difference <= OF_SKETCH * tolerance * size
+    if is_near:
+        factor = None
     if (is_exact and pair.kind != BUFFER) or not math.isfinite(difference):
         likeness = Likeness.UNCLEAR
-    elif difference <= OF_SKETCH * tolerance * size:
-        likeness = Likeness.ROUNDED
-        factor = None
-    elif tolerance >= bounds.LIMIT and factor is None:
-        likeness = Likeness.UNCLEAR
+    elif factor is not None:
+        likeness = Likeness.DIFFERENT
+    else:
+        likeness = _likeness(is_near, tolerance)
     return replace(
         pair,
         likeness=likeness,
@@ -310,6 +318,15 @@ def _of_value(
         factor=factor,
         bound=tolerance,
     )
+
+
+def _likeness(is_near: bool, tolerance: float) -> Likeness:
+    """Of tensors that differ, and not by a factor alone."""
+    if tolerance >= bounds.LIMIT:
+        return Likeness.UNCLEAR
+    if is_near:
+        return Likeness.ROUNDED
+    return Likeness.DIFFERENT
 
 
 def _share(part: float, whole: float) -> float:

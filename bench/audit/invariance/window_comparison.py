@@ -76,9 +76,8 @@ def rows(run: SplitRun, update: int) -> dict[int, int]:
 def compare_rows(first: SplitRun, other: SplitRun, update: int) -> RowCounts | None:
     """Rows of an update in both runs, equal if any input has as many in both.
 
-    None if none shows them.
-
     Where micro-batches are to have other sizes, an input that has as many rows in each is no data.
+    If no input shows the rows, those count that loaders have handed out; None if neither does.
     """
     mine, others = rows(first, update), rows(other, update)
     num_first, num_other = backwards(first, update), backwards(other, update)
@@ -93,7 +92,22 @@ def compare_rows(first: SplitRun, other: SplitRun, update: int) -> RowCounts | N
         is_constant = counts.first * num_other == counts.other * num_first
         if not (is_cut and is_constant):
             found.append(counts)
-    return max(found, default=None)
+    if found:
+        return max(found)
+    drawn, others_drawn = _drawn_for(first, update), _drawn_for(other, update)
+    if drawn is None or others_drawn is None:
+        return None
+    return RowCounts(drawn, others_drawn)
+
+
+def _drawn_for(run: SplitRun, update: int) -> int | None:
+    """Samples of an update; None unless each backward follows one batch, whose samples are known."""
+    drawn = 0
+    for micro_batch in run.of_update(update):
+        if micro_batch.batches != 1 or len(micro_batch.samples) != 1:
+            return None
+        drawn += len(micro_batch.samples[0].indices)
+    return drawn or None
 
 
 def check_samples(first: SplitRun, other: SplitRun, bound: float) -> SamplesCheck:

@@ -19,15 +19,20 @@ if variant == "fsdp2":
 accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATE, cpu=True, **options)
 model = SmallLM()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-rows = {"partial": 40, "short": 20}.get(variant, 32)
+rows = {"partial": 40, "short": 20, "short-scaled": 20}.get(variant, 32)
 loader = DataLoader(Tokens(rows), BATCH)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 losses = []
 for _ in range(2):
-    for x, y in loader:
+    for i, (x, y) in enumerate(loader):
         with accelerator.accumulate(model):
             loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-            accelerator.backward(loss / ACCUMULATE if variant == "twice" else loss)
+            factor = 1.0
+            if variant == "twice":
+                factor = 1 / ACCUMULATE
+            if variant == "short-scaled":  # Accelerate divides by N also what is left of an epoch
+                factor = ACCUMULATE / min(ACCUMULATE, len(loader) - i // ACCUMULATE * ACCUMULATE)
+            accelerator.backward(loss * factor)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

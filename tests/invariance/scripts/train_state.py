@@ -5,6 +5,7 @@ A variant with a fault has its right form under the name before the dash: ``ema-
 
 import argparse
 import copy
+import itertools
 import os
 
 import torch
@@ -17,14 +18,14 @@ parser = argparse.ArgumentParser()
 parser.add_argument("variant")
 parser.add_argument("--gas", type=int, default=int(os.environ.get("ACCUMULATE", "1")))
 parser.add_argument("--micro-batch", type=int, default=int(os.environ.get("BATCH", "8")))
-parser.add_argument("--crash", type=int, default=0)
+parser.add_argument("--number", type=int, default=0)
 options = parser.parse_args()
 variant, N, B = options.variant, options.gas, options.micro_batch
 VOCABULARY, WIDTH, ROWS, UPDATES = 32, 24, 8, 4
 
 
 class Router(nn.Module):
-    """Two experts; a bias that is moved towards those that get fewer tokens, and an auxiliary loss."""
+    """Four experts; a bias that is moved towards those that get fewer tokens, and an auxiliary loss."""
 
     def __init__(self):
         super().__init__()
@@ -34,8 +35,9 @@ class Router(nn.Module):
         self.register_buffer("tokens", torch.zeros(4))
 
     def forward(self, hidden):
-        shares = self.gate(hidden).softmax(-1)
-        self.importance = shares.mean((0, 1))
+        scores = self.gate(hidden)
+        self.auxiliary = scores.logsumexp(-1).square().mean()
+        shares = scores.softmax(-1)
         best = (shares + self.bias).argmax(-1)
         with torch.no_grad():
             self.tokens += torch.bincount(best.flatten(), minlength=4)
@@ -46,6 +48,39 @@ class Router(nn.Module):
     def balance(self):
         self.bias += 0.001 * (self.tokens.mean() - self.tokens).sign()
         self.tokens.zero_()
+
+
+class Lookup(torch.autograd.Function):
+    """An embedding whose graph does not show its tokens."""
+
+    @staticmethod
+    def forward(ctx, weight, tokens):
+        ctx.save_for_backward(tokens)
+        return weight[tokens]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (tokens,) = ctx.saved_tensors
+        total = torch.zeros(VOCABULARY, WIDTH)
+        return total.index_add(0, tokens.flatten(), gradient.flatten(0, 1)), None
+
+
+class Codes(torch.Tensor):
+    """A quantized state of an optimizer, which knows none of torch's functions."""
+
+    @staticmethod
+    def __new__(cls, codes):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape)
+
+    def __init__(self, codes):
+        self.codes = codes
+
+    def __tensor_flatten__(self):
+        return ["codes"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, *_):
+        raise NotImplementedError(str(function))
 
 
 class Net(nn.Module):
@@ -60,11 +95,17 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens):
-        hidden = self.embedding(tokens)
+        if variant == "carried":
+            hidden = Lookup.apply(self.embedding.weight, tokens)
+        else:
+            hidden = self.embedding(tokens)
         if variant == "checkpoint":
             hidden = hidden + checkpoint(self.block, hidden, use_reentrant=False)
         else:
             hidden = hidden + self.block(hidden)
+        if variant == "quantized":
+            scale = float(hidden.detach().abs().max()) / 7
+            hidden = torch.fake_quantize_per_tensor_affine(hidden, scale, 0, -8, 7)
         if variant == "dropout":
             hidden = F.dropout(F.dropout(hidden, 0.1), 0.1)
         if variant == "batchnorm":
@@ -88,7 +129,7 @@ if variant == "lora":
 if variant == "tied":
     net.head.weight = net.embedding.weight
 parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
-if variant in ("sgd", "sparse", "swa", "swa-each"):
+if variant in ("sgd", "sparse", "swa", "swa-each", "counts", "codes"):
     optimizer = torch.optim.SGD(parameters, 0.1, momentum=0.0 if variant == "sparse" else 0.9)
 elif variant in ("adafactor", "rmsprop", "adagrad", "nadam"):
     kinds = {"adafactor": "Adafactor", "rmsprop": "RMSprop", "adagrad": "Adagrad", "nadam": "NAdam"}
@@ -99,6 +140,12 @@ elif variant == "muon":
     optimizer = torch.optim.Muon([each for each in parameters if each.dim() == 2], 1e-2)
 else:
     optimizer = torch.optim.AdamW(parameters, 1e-2)
+if variant == "codes":
+    for parameter in parameters:
+        optimizer.state[parameter]["quantized"] = Codes(torch.zeros(4, dtype=torch.uint8))
+if variant == "counts":
+    for parameter in parameters:
+        optimizer.state[parameter]["count"] = torch.tensor([options.number])
 shadow = copy.deepcopy(net).requires_grad_(False)
 average = [parameter.detach().clone() for parameter in parameters]
 mean_model = torch.optim.swa_utils.AveragedModel(net)
@@ -112,7 +159,7 @@ if variant.startswith("lengths"):  # rows of a window have from 2 to 9 tokens th
 else:
     labels = rows
 data = TensorDataset(rows, labels)
-if variant in ("partial-divided", "partial"):
+if variant in ("partial-divided", "partial", "carried"):
     data = TensorDataset(rows[:20], labels[:20])
 generator = torch.Generator().manual_seed(3)
 if variant == "sampler":
@@ -161,8 +208,8 @@ def loss_of(x, y, size):
         loss = loss + 0.01 * sum(each.pow(2).sum() for each in parameters) / N
     if variant == "penalty-each":
         loss = loss + 0.01 * sum(each.pow(2).sum() for each in parameters)
-    if variant == "moe-auxiliary":
-        loss = loss + 0.05 * 4 * net.router.importance.pow(2).sum()
+    if variant.startswith("moe"):
+        loss = loss + 0.1 * net.router.auxiliary / (1 if variant == "moe-auxiliary" else N)
     return loss
 
 
@@ -212,9 +259,8 @@ def after_step(last):
             net.router.balance()
 
 
-sizes = {}
-pending = []
-for i, (x, y) in enumerate(loader):
+batches = itertools.chain(loader, loader if variant == "carried" else ())
+for i, (x, y) in enumerate(batches):
     if variant == "crash" and N > 1 and i == 2:
         raise SystemExit(5)
     if variant == "ends" and i == N:

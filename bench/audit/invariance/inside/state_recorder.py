@@ -44,7 +44,7 @@ from .state_records import (
     Sketches,
     Trainer,
 )
-from .tensor_sketches import hash_of, is_readable, sketch
+from .tensor_sketches import hash_of, is_readable, sketch, stored_parts
 from .window_data import GraphFacts
 
 OFTEN = 4
@@ -157,6 +157,7 @@ class StateRecorder:
             backward.loss = plain(tensors[0]).detach().double().reshape(())
         backward.criteria = criteria.watch(tensors, self._handles)
         backward.dropout, backward.contrasts = facts.dropout, facts.contrasts
+        backward.quantizes = facts.quantizes
         if not self._update:
             backward.leaves = hash_of(facts.leaves)
         backward.drew = self._mark is not None and _generators() != self._mark
@@ -385,18 +386,16 @@ class StateRecorder:
         event = Sketches(update, kind)
         values, hashes = [], []
         for name, found in tensors:
-            tensor = torch.zeros(0)
-            if found is not None:
-                tensor = plain(found)
-            if tensor.numel() and not is_readable(tensor):
-                continue
-            made = sketch(tensor)
-            values.append(made.values)
-            hashes.append(made.bits)
-            event.names.append(name)
-            event.sizes.append(tensor.numel())
-            event.dtypes.append(str(tensor.dtype).removeprefix("torch."))
-            event.replicated.append(id(found) in state.replicated)
+            for ending, tensor in stored_parts(found):
+                if tensor.numel() and not is_readable(tensor):
+                    continue
+                made = sketch(tensor)
+                values.append(made.values)
+                hashes.append(made.bits)
+                event.names.append(name + ending)
+                event.sizes.append(tensor.numel())
+                event.dtypes.append(str(tensor.dtype).removeprefix("torch."))
+                event.replicated.append(id(found) in state.replicated)
         if values:
             self._add(event, values, hashes)
 

@@ -68,6 +68,8 @@ class MicroBatch(Generic[NumberT]):
     """Whether torch drew random numbers between this backward and the batch or backward before."""
     dropout: bool = False
     """Whether the graph has a dropout."""
+    quantizes: bool = False
+    """Whether the graph has a function that quantizes, whose scales follow from the micro-batch."""
     contrasts: bool = False
     """Whether the loss has a product of two tensors that both depend on data."""
     leaves: NumberT | int | None = None

@@ -10,7 +10,7 @@ grow with it. Nothing waits for a device.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,6 +54,25 @@ def _places(size: int, device: torch.device) -> Tensor:
     return torch.randint(size, (COORDINATES,), generator=generator).to(device)
 
 
+def stored_parts(tensor: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+    """What of a tensor is stored on this rank, each with what its name has more than the tensor's.
+
+    A tensor that is quantized has its codes and scales; of None there is one without elements.
+    """
+    if tensor is None:
+        yield "", torch.zeros(0)
+        return
+    local = plain(tensor)
+    is_awaited = type(local).__module__.startswith("torch.distributed")  # waits when it is read
+    if is_awaited or not hasattr(local, "__tensor_flatten__"):
+        yield "", local
+        return
+    names, _ = local.__tensor_flatten__()
+    for name in names:
+        for ending, part in stored_parts(getattr(local, name)):
+            yield f".{name}{ending}", part
+
+
 def is_readable(tensor: Tensor) -> bool:
     """Whether a tensor has elements: FSDP2 and ZeRO-3 free those of parameters not in use."""
     if tensor.is_sparse:
@@ -92,14 +111,14 @@ def hash_of(tensors: Sequence[Tensor]) -> Tensor | None:
     """A hash of the bits of all of them, or None if they have no elements."""
     total: Tensor | None = None
     for tensor in tensors:
-        local = plain(tensor).detach()
-        if not is_readable(local) or local.is_complex():
-            continue
-        bits = _hash(local.contiguous().reshape(-1))
-        if total is None:
-            total = bits
-        else:
-            total = total + bits.to(total.device, non_blocking=True)
+        for _, part in stored_parts(tensor.detach()):
+            if not is_readable(part) or part.is_complex():
+                continue
+            bits = _hash(part.contiguous().reshape(-1))
+            if total is None:
+                total = bits
+            else:
+                total = total + bits.to(total.device, non_blocking=True)
     return total
 
 

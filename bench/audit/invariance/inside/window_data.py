@@ -22,6 +22,8 @@ AT_ONCE = 2**20
 NEAR = 64
 """Nodes from the loss on among which rows are looked for that meet each other."""
 PRODUCTS = ("MmBackward", "AddmmBackward", "BmmBackward", "CdistBackward", "EuclideanDistBackward")
+QUANTIZING = ("float8", "fp8", "fp4", "mx_mm", "8bit", "quant")
+"""What is in the names of functions that quantize."""
 LONG = 50
 """Nodes of a path to which a parameter belongs at most, where it is shaped or multiplied before it
 is used."""
@@ -35,6 +37,8 @@ class GraphFacts:
         """By input."""
         self.dtypes: set[str] = set()
         self.dropout = False
+        self.quantizes = False
+        """Whether it has a function that quantizes."""
         self.contrasts = False
         """Whether the loss has a product of two tensors that both depend on data."""
         self.leaves: list[Tensor] = []
@@ -61,6 +65,8 @@ class GraphFacts:
         name = node.name()
         if "Dropout" in name or _probability(node) > 0:
             self.dropout = True
+        if not self.quantizes:
+            self.quantizes = any(part in name.lower() for part in QUANTIZING)
         if len(self.data) < MOST_INPUTS:
             values = input_of(node)
             if values is None or isinstance(values, torch.nn.Parameter):
