@@ -144,7 +144,7 @@ class Group:
             "reserved": reserved,
             "trials": str(row.num_ok),
             "correct": row.correct,
-            "note": ", ".join(self.marks[words] for words in row.changes),
+            "note": ", ".join(sorted(self.marks[words] for words in row.changes)),
         }
 
     @property
