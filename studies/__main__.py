@@ -47,6 +47,7 @@ def simulate(reports: int, num_pools: int) -> Results:
         rivals=study.rivals(noises[0], reports),
         intervals=choices.intervals(noises, reports, study.SEED),
         sets=sets,
+        elsewhere=pools.elsewhere(),
         pools=pools.study(sets, num_pools),
         reports=reports,
         num_pools=num_pools,

@@ -15,8 +15,9 @@ import os
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import distributions, version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -189,41 +190,37 @@ def page(data: dict[str, Any]) -> str:
             *_costs(data),
             *_versions(data),
             PUBLIC,
-            *_by_hand(),
-            "",
-            PACKAGES_TEXT,
-            *_packages(data),
+            *_loops(chain(_by_hand(), _packages(data))),
             "",
         ]
     )
 
 
 def _known(data: dict[str, Any]) -> list[str]:
-    """How many scripts get their verdict, and the faults that are named."""
+    """How many scripts get their verdict, and which faults are named."""
     verdicts = {case.name: data[case.name]["verdict"] for case in CASES}
     wrong = [case for case in CASES if case.verdict not in (RIGHT, *OPEN)]
     found = [case for case in wrong if verdicts[case.name] == case.verdict]
     others = [case for case in CASES if case.verdict in (RIGHT, *OPEN)]
     accused = [case for case in others if verdicts[case.name] not in (RIGHT, *OPEN)]
     counts = Counter(verdicts[case.name] for case in others if case not in accused)
-    faults: dict[str, list[str]] = {}
-    for case in CASES:
-        if verdicts[case.name] not in (RIGHT, *OPEN):
-            faults.setdefault(verdicts[case.name], []).append(case.about or f"`{case.name}`")
+    faults = Counter(verdict for verdict in verdicts.values() if verdict not in (RIGHT, *OPEN))
     return [
         "## Scripts with a known verdict",
         "",
-        f"[{len(CASES)} scripts](../tests/audit_command/cases.py) have the verdict that they must get beside them. "
-        f"{len(found)} of the {len(wrong)} with a fault that the audit should name are named, and {len(accused)} of "
-        f"the {len(others)} others are accused: "
-        f"{', '.join(f'*{verdict}* {number}' for verdict, number in counts.items())}. Some of those judged in part "
-        "may have a fault, such as a step at each micro-batch with the loss divided by 4. One has for certain: cached "
-        "contrastive features with a loss that is wrongly divided.",
+        f"Of [{len(CASES)} scripts](../tests/audit_command/cases.py), {len(found)} of the {len(wrong)} with a fault "
+        f"that the audit should name are named: {_told(faults)}. {len(accused)} of the {len(others)} others are "
+        f"accused: {_told(counts)}. Of those judged in part, some may have a fault, such as a step at each "
+        "micro-batch with the loss divided by 4, and one has: cached contrastive features with a loss that is wrongly "
+        "divided.",
         "",
         HELD_OUT,
-        *(f"- *{fault}*: {'; '.join(dict.fromkeys(names))}" for fault, names in faults.items()),
-        "",
     ]
+
+
+def _told(counts: Counter[str]) -> str:
+    """Verdicts with their numbers."""
+    return ", ".join(f"*{verdict}* {number}" for verdict, number in counts.items())
 
 
 def _costs(data: dict[str, Any]) -> list[str]:
@@ -231,10 +228,9 @@ def _costs(data: dict[str, Any]) -> list[str]:
     for cost in COSTS:
         ratios = data[f"cost of {cost}"]
         lines += [
-            f"The loop `{cost}` (wrapper and width) on two ranks of two cores: an update that is sampled, which the "
-            f"first 8 are, takes {_ratio(ratios['sampling'])} times as long as without an audit, and a later one "
-            f"{_ratio(ratios['counting'])} times. These are medians with 95 % intervals over {BLOCKS:,} windows in "
-            "turns.",
+            f"The loop `{cost}` on two ranks of two cores: each of the first 8 updates, which are "
+            f"sampled, takes {_ratio(ratios['sampling'])} times as long as without an audit, and a later one "
+            f"{_ratio(ratios['counting'])} times (medians with 95 % intervals over {BLOCKS:,} windows in turns).",
             "",
         ]
     return lines
@@ -257,23 +253,34 @@ def _versions(data: dict[str, Any]) -> list[str]:
     return [f"{VERSIONS_TEXT} {'; '.join(told)}.", ""]
 
 
-def _by_hand() -> list[str]:
-    lines = []
+def _loops(loops: Iterable[tuple[str, str, str]]) -> list[str]:
+    """What was said of loops, and what reading them has shown: of each with a fault, and of the others in short."""
+    faults: dict[str, list[str]] = {}
+    others: dict[str, list[str]] = {}
+    for name, says, checked in loops:
+        if says.startswith("**"):
+            faults.setdefault(f"{says}. *{checked}*", []).append(name)
+        else:
+            others.setdefault(says.partition(": ")[0], []).append(name)
+    return [
+        *(f"- {'; '.join(names)}: {says}" for says, names in faults.items()),
+        *(f"- {says}: {'; '.join(names)}" for says, names in others.items()),
+    ]
+
+
+def _by_hand() -> Iterator[tuple[str, str, str]]:
     for each in tomllib.loads(BY_HAND.read_text())["script"]:
-        lines.append(f"- {each['script']} ({each['commit']}): {each['says']}. *{each['checked']}*")
-    return lines
+        yield f"{each['script']} ({each['commit']})", each["says"], each["checked"]
 
 
-def _packages(data: dict[str, Any]) -> list[str]:
+def _packages(data: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     checked = tomllib.loads((LOOPS / "checked.toml").read_text())
-    lines = []
     for key, run in sorted(data[PACKAGES].items()):
-        says = run["headline"].partition(", in ")[0]
+        says = run["headline"].partition(", in ")[0].removeprefix("weights ")
         if run["faults"]:
             faults = [fault.partition(": ")[0] for fault in run["faults"]]
             says = f"**{says}**: {'; '.join(faults)}"
-        lines.append(f"- {key}: {says}. *{checked[run['loop']]['checked']}*")
-    return lines
+        yield key, says, checked[run["loop"]]["checked"]
 
 
 def _ratio(interval: list[float]) -> str:
@@ -282,10 +289,9 @@ def _ratio(interval: list[float]) -> str:
 
 INTRODUCTION = """\
 `python -m bench audit -- torchrun --nproc-per-node 2 train.py ...` runs a training command unchanged, and says which
-weight each micro-batch of each rank has in each update. It adds no communication. Seven scripts (plain, DDP, FSDP2,
-DeepSpeed, Accelerate, Lightning, HF Trainer) have the same losses bit for bit with it. `--expect N` says how many
-micro-batches an update should have, `--updates K` how many updates of each optimizer are sampled (8 by default), and
-`--json` prints the verdict as data.
+weight each micro-batch of each rank has in each update. It adds no communication; seven scripts (plain, DDP, FSDP2,
+DeepSpeed, Accelerate, Lightning, HF Trainer) have the same losses bit for bit. `--expect N` says how many micro-batches
+an update should have, and `--updates K` how many updates of each optimizer are sampled (8 by default).
 
 | verdict | exit status | what it says |
 | --- | --- | --- |
@@ -295,40 +301,37 @@ micro-batches an update should have, `--updates K` how many updates of each opti
 | the name of a fault | 1 | weights, or a gradient that changed, show it: lines with `x` name file and line |
 | not judged | 3 | nothing could be judged: a line with `!` says why |
 
-- *Not divided*, *divided twice* and *scaled by ranks* are measured factors. That they are faults is inferred, since a
-  loss may have any factor on purpose.
+- *Not divided*, *divided twice* and *scaled by ranks* are measured factors, but inferred faults: a loss may have any
+  factor on purpose.
 - *Mean of means* is a fault where most updates have micro-batches with different numbers of terms on one rank, weights
-  do not follow them, and the gradient is off by more than 5 %. Where each micro-batch may be one sequence it is a
-  warning, since sequences may be meant to weigh alike.
+  do not follow them, and the gradient is off by more than 5 %; where each micro-batch may be one sequence, a warning.
 - *Not reduced* needs replicas that end with different parameters.
-- *Known bad* is an [advisory](known-bad.md) that applies to the installed version and the config of its engine.
+- *Known bad* is an [advisory](known-bad.md) that applies to the installed version and its config.
 
 A `sitecustomize` on PYTHONPATH, which also runs the one it hides, puts the recorder into every Python process. Hooks on
-at most 128 parameters sample 64 coordinates of each micro-gradient and of the gradient that the optimizer uses, also in
-shards and partitions. Least squares over ranks with the same parameter give the weights, and a hook on the criterion's
-node the factor of the loss.
+at most 128 parameters sample 64 coordinates of each micro-gradient and of the gradient that the optimizer uses. Least
+squares over ranks with the same parameter give the weights, and a hook on the criterion the factor of the loss.
 
 A window is the backwards that add to the parameters of an optimizer between two of its steps. A backward is a
 micro-batch where a data loader hands out a batch for each, or where one place in the code calls it with other data each
-time. Otherwise the number of micro-batches is unknown, and no factor is called wrong."""
+time. Otherwise no factor is called wrong."""
 LIMITS = """\
 ## What it cannot see
 
 - FSDP1, Megatron's `main_grad`, several backwards per step (LBFGS) and parameters that move between the backwards of an
-  update (SAM) are recognized and not judged. Backwards within a backward, as cached contrastive losses run them, are
-  not seen as such.
-- The scale is not judged where terms of a loss have factors of their own, where their number is not visible (label
+  update (SAM) are recognized and not judged; backwards within a backward (cached contrastive losses) are not seen as
+  such.
+- The scale is not judged where terms of a loss have factors of their own or their number is not visible (label
   smoothing, a compiled or chunked criterion, packed targets), where a loss joins rows with and without a gradient,
-  where hooks of parameters scale gradients, and where backwards may be parts of one loss.
+  where hooks scale gradients, and where backwards may be parts of one loss.
 - Warnings at most: a loss that trains what it may not be meant to (a critic that keeps the generator's gradient), a
-  whole window without weight, which may be lost or skipped, and clipping by hand or by DeepSpeed without ZeRO, which
-  looks like a factor of the loss.
+  window without weight, lost or skipped, and clipping by hand or by DeepSpeed without ZeRO, which looks like a factor
+  of the loss.
 - Parameters beyond 128 in a process, except by the bytes that DDP reduces; an update with more micro-batches over all
-  ranks than sampled coordinates; faults that begin after the sampled updates, unless a window has another length.
-- The dtype in which ZeRO holds gradients between micro-batches, and averages of parameters outside of modules.
-- Ranks on other hosts, unless all share the folder TMPDIR and the launcher passes PYTHONPATH and BENCH_AUDIT_FOLDER on.
-- Anything under `python -I` and `-E`, which ignore PYTHONPATH. In a folder with a `bench.py` call it
-  `accumulation-bench audit`.
+  ranks than sampled coordinates; faults after the sampled updates, unless a window has another length; the dtype in
+  which ZeRO holds gradients; averages of parameters outside of modules.
+- Ranks on other hosts, unless all share the folder TMPDIR and the launcher passes PYTHONPATH and BENCH_AUDIT_FOLDER on;
+  anything under `python -I` and `-E`. In a folder with a `bench.py` call it `accumulation-bench audit`.
 - Samples on an accelerator, if the process is killed before all are taken."""
 VERSIONS_TEXT = """\
 ## Right loops over versions of frameworks
@@ -337,16 +340,14 @@ Called right with torch 2.13.0 and these versions of one package at a time:"""
 HELD_OUT = """\
 The audit's limits were chosen with these scripts. 55 others were written before they were audited: of 18 with a fault
 11 were named, 4 got a warning with the right number, and 3 were not judged; of 37 right ones 1 was accused, and 1 was
-stopped by the audit. Both were fixed then, and are among the scripts above.
+stopped by the audit. Both are fixed, and among the scripts above.
 """
 PUBLIC = """\
 ## Training loops of other projects
 
-Run once on the CPU with other sizes and data. *Italics* say whether reading the code bears it out. For PyPI no version
-was recorded.
-"""
-PACKAGES_TEXT = """\
-Loops of packages, which `--packages` runs again:
+Run on the CPU with other sizes and data; reading the code bore out each answer
+([by hand](../studies/audited_by_hand.toml), where for PyPI no version was recorded, and
+[packages](../studies/packages/checked.toml), which `--packages` runs again).
 """
 
 

@@ -38,8 +38,6 @@ LIMITS = (0.05, 0.2)
 """Errors of predicted peaks up to which the page counts cells."""
 KINDS = {World.REAL: "real", World.VIRTUAL: "virtual", World.FAKE: "fake tensors"}
 """Worlds in words, in order."""
-SHOWN_SUMS = (4, 16, 64, 256)
-"""N at which the page has errors of sums."""
 OFFLOADED = Cell(
     backend="",
     model="8b",
@@ -54,8 +52,8 @@ OFFLOADED = Cell(
 """For which the page lists what rests on the host."""
 LEAST_SHOWN = 0.05 * MIB
 """Bytes of an operation in a step, below which the page leaves it out."""
-SHOWN_WORLD, SHOWN_N = 4, 4
-"""World whose collectives the page lists, and N at which it lists what is held."""
+SHOWN_MODEL, SHOWN_WORLD, SHOWN_N = "tiny", 4, 4
+"""Model and world whose collectives the page lists, and N at which it lists what is held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +123,11 @@ def page(runs: Sequence[Run], accumulation: Sequence[Mapping[str, Any]]) -> str:
         "",
         "Written by `nox -s results -- memory`.",
         "",
-        "Collectives are counted where they are handed to the process group, between two updates. Memory is a ledger "
-        "of the live tensors. Both are calculated too ([formulas.py](../bench/judge/formulas.py), with the source of "
-        "each formula), and a difference makes a cell `invalid`. Real worlds are process groups over gloo on the CPU. "
-        "In a virtual one a single process is rank 0 of W, over a process group that only pretends to communicate; "
-        "with fake tensors nothing is allocated either. Only the published peaks are from GPUs; [GPUs](gpu.md) has "
-        "what the project measured on one.",
+        "Collectives are counted where they are handed to the process group; memory is a ledger of live tensors. Both "
+        "are calculated too ([formulas.py](../bench/judge/formulas.py), with sources), and a difference makes a cell "
+        "`invalid`. Real worlds are process groups over gloo on the CPU. In a virtual one a "
+        "single process is rank 0 of W and only pretends to communicate; with fake tensors nothing is allocated "
+        "either. Only the published peaks are from GPUs; [GPUs](gpu.md) has what was measured on one.",
         "",
         "## Measured against formula",
         "",
@@ -177,8 +174,7 @@ def _agreement(measured: Measured) -> list[str]:
             ("worlds", "cells", "operations with equal calls and bytes", "held bytes equal"), rows
         ),
         "Held are parameters, gradients, optimizer state and communication buffers between two micro-batches, to the "
-        "byte, with the padding of uneven shards. With N = 1 there is no such moment. The reference, one process, is "
-        "among the cells and has no formulas.",
+        "byte, with the padding of uneven shards. N = 1 has no such moment.",
         "",
     ]
 
@@ -207,9 +203,9 @@ def _peaks(errors: pd.DataFrame) -> list[str]:
         "",
         "`predict` calculates the peak of a rank by a closed form in which nothing is fitted "
         "([footprint.py](../bench/forecast/footprint.py)). It omits tensors of a few tokens, which matter in the tiny "
-        "model. The exact peak is that of all live tensors but the bench's own (the tokens of all windows) and the "
-        "model's buffers. Cells of the tiny model are those above. The others spread over backends, N, W, precision, "
-        "lengths and checkpointing, on fake tensors as by `predict --exact`; DDP's are on real ones.",
+        "model. Exact peaks are of all live tensors but the tokens of all windows and the model's buffers. Cells of "
+        "tiny are those above; the others vary backend, N, W, precision, length and checkpointing, on fake tensors as "
+        "by `predict --exact`, DDP's on real ones.",
         "",
         *markdown_table(
             ("model", "cells", *(f"within {100 * limit:g} %" for limit in LIMITS), "farthest"), rows
@@ -228,13 +224,12 @@ def _collectives(measured: Measured) -> list[str]:
             texts[row["accumulate"]].append(_amount(row))
     rows = _merged((backend, *map("<br>".join, by_n.values())) for backend, by_n in sent.items())
     return [
-        f"## Collectives of one optimizer step, W = {SHOWN_WORLD}",
+        f"## Collectives of one optimizer step, {SHOWN_MODEL}, W = {SHOWN_WORLD}",
         "",
-        "Calls, operation and MiB of payload: the whole tensor, which each rank of the group has after a gather or "
-        "before a reduction. fp32 unless said. HSDP has two replicas. Operations below 0.05 MiB are left out: DDP's "
-        "broadcast of buffers, norms (ZeRO-3, torchtitan, HF Trainer with FSDP2), counts of tokens (torchtitan, HF "
-        "Trainer), and an integer that Lightning broadcasts in each micro-batch. "
-        "[collectives.parquet](../results/bytes/collectives.parquet) has them, and all other worlds.",
+        "Calls, operation and MiB of payload, fp32 unless said: the whole tensor, which each rank of the group has "
+        "after a gather or before a reduction. HSDP has two replicas. Operations below 0.05 MiB, such as broadcasts "
+        "of buffers, norms and counts of tokens, and all other worlds are in "
+        "[collectives.parquet](../results/bytes/collectives.parquet).",
         "",
         *markdown_table(("backend", *(f"N = {n}" for n in factors)), rows),
     ]
@@ -272,16 +267,17 @@ def _held(measured: Measured) -> list[str]:
             (str(backend), *(f"{by_world[w] / MIB:.2f}" if w in by_world else "-" for w in worlds))
         )
     return [
-        f"## Gradients held between micro-batches, N = {SHOWN_N}, MiB per rank",
+        f"## Gradients held between micro-batches, {SHOWN_MODEL}, N = {SHOWN_N}, MiB per rank",
         "",
         "Where gradients are sharded, a rank holds its shard of them under eager sync (ZeRO-2 in fp32: each parameter "
-        "that overlaps the shard, whole). Under deferred sync it holds all of them, whatever W, and in DeepSpeed's "
-        "ZeRO-3 a shard besides: the price of one reduction per step instead of N. HSDP that defers the all-reduce "
-        "alone holds a shard. DDP shards nothing. It holds all gradients, and under deferred sync twice: unreduced "
-        "sums, and the buckets of which reduced gradients are views. HF Trainer's DDP has no views, and its buckets "
-        "count as communication. On one rank Accelerate defers nothing under DDP.",
+        "that overlaps the shard, whole), and all of them under deferred sync, whatever W, in DeepSpeed's ZeRO-3 with "
+        "a shard besides: the price of one reduction per step. DDP holds all gradients, and under deferred sync "
+        "twice: unreduced sums, and the buckets of which reduced gradients are views. HF Trainer's DDP has no views, "
+        "and its buckets count as communication. On one rank Accelerate defers nothing under DDP.",
         "",
-        *markdown_table(("backend", *worlds), _merged(rows)),
+        *markdown_table(
+            ("backend", *(w.removesuffix(f", {SHOWN_MODEL}") for w in worlds)), _merged(rows)
+        ),
     ]
 
 
@@ -299,31 +295,27 @@ def _offload() -> list[str]:
         expectation = expect(cell, layout)
         assert expectation is not None, "every backend here has a formula"
         on_host = expectation.beside
-        sizes = [
-            *(expectation.held[use] for use in ("parameters", "gradients", "communication")),
-            *(on_host[f"{ON_HOST}_{HELD}_{use}"] for use in USES),
-            *(on_host[key] for key in (PINNED, COPIED_TO_DEVICE, COPIED_TO_HOST)),
+        parts = [
+            [expectation.held[use] for use in ("parameters", "gradients", "communication")],
+            [on_host[f"{ON_HOST}_{HELD}_{use}"] for use in USES],
+            *([on_host[key]] for key in (PINNED, COPIED_TO_DEVICE, COPIED_TO_HOST)),
         ]
-        rows.append((name, str(cell.precision), *(f"{size / GIB:.2f}" for size in sizes)))
+        cells = (", ".join(f"{size / GIB:.2f}" for size in sizes) for sizes in parts)
+        rows.append((name, str(cell.precision), *cells))
     cell = OFFLOADED
     return [
         f"## Offload: {cell.model} on {cell.world_size} GPUs, N = {cell.accumulate}, GiB per rank",
         "",
-        "By formula ([offload.py](../bench/judge/offload.py)); not measured on a GPU. Trials of small models over a "
-        "stub of CUDA, with DeepSpeed and torch as they are, hold and copy the same to the byte "
-        "([test_offload.py](../tests/cuda/test_offload.py)). `dev` is held on the device between micro-batches and "
-        "`host` on the host. *Pinned* is a part of `host`; torch rounds each pinned tensor up to a power of two. The "
-        "last two columns are copied in an optimizer step. FSDP2 copies shards in fp32 whatever the precision. ZeRO-3 "
-        "writes and fetches its sums in every micro-batch. On a CPU the device is the host: nothing is copied between "
-        "them, ZeRO holds both sides, and FSDP2 what it holds without offload.",
+        "By formula ([offload.py](../bench/judge/offload.py)); not measured on a GPU. Small models over a stub of "
+        "CUDA, with DeepSpeed and torch as they are, hold and copy the same to the byte "
+        "([test_offload.py](../tests/cuda/test_offload.py)). Between micro-batches, *device* and *host* hold "
+        "parameters, gradients, the optimizer state (host alone) and buffers; torch rounds each *pinned* tensor up to "
+        "a power of two. The last two columns are copied per optimizer step. FSDP2 copies shards in fp32 whatever the "
+        "precision. ZeRO-3 writes and fetches its sums in every micro-batch. On a CPU nothing is copied, ZeRO holds "
+        "both sides, and FSDP2 what it holds without offload.",
         "",
         *markdown_table(
-            (
-                *("backend", "precision", "dev param", "dev grad", "dev buffers"),
-                *("host param", "host grad", "host optim", "host buffers"),
-                *("pinned", "to device", "to host"),
-            ),
-            rows,
+            ("backend", "precision", "device", "host", "pinned", "to device", "to host"), rows
         ),
     ]
 
@@ -363,7 +355,7 @@ def _large(measured: Measured) -> list[str]:
 
 def _unsharded(fake: pd.DataFrame, gradients: Mapping[tuple[int, str], float]) -> list[str]:
     """How much more gradients FSDP2 holds deferred than eager, and whether that follows from the formula."""
-    worlds, more, due, held = [], [], [], []
+    worlds, more, due = [], [], []
     for world_size in sorted({w for w, _ in gradients}):
         pair = [gradients.get((world_size, name)) for name in ("fsdp2-deferred", "fsdp2-eager")]
         if pair[0] is None or pair[1] is None:
@@ -375,50 +367,58 @@ def _unsharded(fake: pd.DataFrame, gradients: Mapping[tuple[int, str], float]) -
         worlds.append(str(world_size))
         more.append(f"{(pair[0] - pair[1]) / GIB:.4f}")
         due.append(f"{whole * (1 - 1 / world_size) / GIB:.4f}")
-        held.append(f"{pair[0] / GIB:.4f}")
     if not worlds:
         return []
-    formula = "as 4P(1 - 1/W) says without the padding of shards"
+    sentence = "Of P parameters `fsdp2-deferred` holds 4P(1 - 1/W) bytes more gradients than `fsdp2-eager`."
     if more != due:
-        formula = f"and 4P(1 - 1/W), without the padding of shards, is {', '.join(due)}"
-    at_each = ", ".join(held)
-    if len(set(held)) == 1:
-        at_each = f"{held[0]} at each W"
-    return [
-        f"At W = {', '.join(worlds)} `fsdp2-deferred` holds {', '.join(more)} GiB more gradients than `fsdp2-eager`, "
-        f"{formula}. It holds {at_each}.",
-        "",
-    ]
+        sentence = (
+            f"At W = {', '.join(worlds)} `fsdp2-deferred` holds {', '.join(more)} GiB more gradients than "
+            f"`fsdp2-eager`; 4P(1 - 1/W), without the padding of shards, is {', '.join(due)}."
+        )
+    return [sentence, ""]
 
 
 def _accumulation(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """In which dtype backends sum, and the largest error at the largest N; backends with one dtype share a row."""
     if not rows:
         return []
-    factors = list(
-        dict.fromkeys(e["accumulate"] for row in rows for e in row.get("errors", ()) if e)
-    )
-    factors = [n for n in factors if n in SHOWN_SUMS]
-    precisions: dict[tuple[str, ...], list[str]] = {}
+    found: dict[tuple[str, str], dict[str, float | None]] = {}
     without: dict[str, list[str]] = {}
+    every: dict[str, list[str]] = {}
+    most = max(e["accumulate"] for row in rows for e in row.get("errors", ()) if e)
     for row in rows:
+        name, precision = row["backend"], row["precision"]
+        every.setdefault(precision, []).append(name)
         if row.get("reason"):
-            without.setdefault(row["reason"], []).append(f"{row['backend']} in {row['precision']}")
-        errors = {e["accumulate"]: f"{e['error']:.1e}" for e in row.get("errors", ()) if e}
-        told = (row["backend"], row["dtype"], *(errors.get(n, "-") for n in factors))
-        precisions.setdefault(told, []).append(row["precision"])
-    found = [(told[0], ", ".join(names), *told[1:]) for told, names in precisions.items()]
+            without.setdefault(row["reason"], []).append(f"{name} in {precision}")
+        errors = [e["error"] for e in row.get("errors", ()) if e and e["accumulate"] == most]
+        found.setdefault((precision, row["dtype"]), {})[name] = max(errors, default=None)
+    table = []
+    for (precision, dtype), by_name in found.items():
+        known = [error for error in by_name.values() if error is not None]
+        largest = f"{max(known):.1e}" if known else "-"
+        table.append((_named(list(by_name), every[precision]), precision, dtype, largest))
     return [
         "## In which dtype gradients are summed",
         "",
         "*Summed in* is found with gradients that fp32 sums exactly and bf16 does not (`python -m bench accumulation "
-        "--errors`, W = 2). By N: the relative L2 error, against fp64, of a sum of other gradients.",
+        f"--errors`, W = 2). The error is relative (L2), of other sums against fp64 ([by N](../{SUMMED})).",
         "",
-        *markdown_table(
-            ("backend", "precision", "summed in", *(f"N = {n}" for n in factors)), _merged(found)
-        ),
+        *markdown_table(("backend", "precision", "summed in", f"largest error, N = {most}"), table),
         *(f"- {reason}: {', '.join(who)}." for reason, who in without.items()),
         "",
     ]
+
+
+def _named(names: Sequence[str], every: Sequence[str]) -> str:
+    """Backends, by those that are missing where these are few."""
+    shown = together(names, every)
+    others = together([name for name in every if name not in names], every)
+    if 2 * len(others) >= len(shown):
+        return ", ".join(shown)
+    if not others:
+        return "all"
+    return f"all but {', '.join(others)}"
 
 
 def written(runs: Sequence[Run]) -> str:

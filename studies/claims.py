@@ -35,18 +35,18 @@ def answer(row: Mapping[str, Any], m: Measured) -> tuple[str, str]:
 
 
 def page(m: Measured) -> str:
-    about, rates = m.about, m.rates.iloc[0]
+    about = m.about
     versions = ", ".join(f"{name} {about['packages'][name]}" for name in PACKAGES)
     lines = [
         "# Claims about gradient accumulation",
         "",
-        "Claims of articles, documentation and threads, held against measurements. `nox -s results -- claims` writes "
-        "this page and computes each verdict that has numbers beside it. *True only* and *true, except* are said "
-        "where the other cases were measured; *not measured* is a verdict of its own. Memory and bytes are those of a "
-        "model of 3.1 M parameters on CPUs and, by formula, of 8b on 8 ranks, unless an entry says otherwise. N is "
-        "the number of micro-batches in a window, NB that of an epoch. Other versions may do otherwise: measure yours "
-        "with the commands below, and a script of your own with [`python -m bench audit`](audit.md). Each entry ends "
-        "with what measured it.",
+        "Claims of articles, documentation and threads, held against measurements. `nox -s results -- claims` "
+        "computes each verdict that has numbers beside it. *True only* and *true, except* are said where the other "
+        "cases were measured, too. N is the number of micro-batches in a window, NB that of an epoch. Unless an entry "
+        "says otherwise, N is 4; partial windows are those of two epochs of 10 micro-batches; memory and bytes are of "
+        "a model of 3.1 M parameters on CPUs and, by formula, of 8b on 8 ranks. Other versions may do otherwise: "
+        "measure yours, and a script of your own with [`audit`](audit.md). Each entry ends with "
+        "[what measured it](#measured-by).",
     ]
     for topic, claims in CLAIMS.items():
         lines += ["", f"## {topic}", ""]
@@ -59,17 +59,15 @@ def page(m: Measured) -> str:
     return "\n".join(
         [
             *(*lines, "", "## Measured by", ""),
-            f"- suite: `{' '.join(about['command'])}`: [semantics](semantics.md), with {versions}, on {about['date']}.",
+            f"- suite: [semantics](semantics.md), with {versions}, on {about['date']}.",
             "- steps: `python -m bench steps --samples 33 --micro-batch 2 --accumulate 4 --world-size 2 --epochs 2 "
             "--drop-last`.",
-            "- throughput: `python -m bench throughput --out results/throughput`: [every point]"
-            f"(../results/throughput/throughput.md), with Lightning {rates['lightning']} and torch {rates['torch']}.",
-            "- versions, weights: `nox -s versions` and `nox -s versions -- --weights`, one environment for each "
-            "version: [behaviour](versions.md), [weights](versions.md#deepspeeds-engine-in-a-loop).",
-            "- run, popular, curves: `results/cpu`, `results/popular` and `results/curves`, two ranks of a CPU: "
-            "`python -m bench report results/cpu`.",
-            "- links: `python -m studies.links`: [three rates between two hosts](../results/links/links.md).",
-            "- objections: `python -m studies.objections`: [settings](settings.md).",
+            "- throughput: [every point](../results/throughput/throughput.md).",
+            "- versions, weights: one environment for each version: [behaviour](versions.md), "
+            "[weights](versions.md#deepspeeds-engine-in-a-loop).",
+            "- run, popular, curves: [cpu](../results/cpu/report.md), [popular](../results/popular/report.md) and "
+            "[curves](../results/curves/report.md), two ranks of a CPU.",
+            "- links: [three rates between two hosts](../results/links/links.md).",
             f"- probes: `python -m studies.claims --probes`, with {m.probes['versions']}.",
             "- stub: `python -m tests.cuda.plain_zero3 STUB`: two GPUs that are not there, whose "
             "[streams](gpu.md#streams) are threads, with torch 2.11 and DeepSpeed 0.19.8.",

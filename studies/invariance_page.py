@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 from bench.audit.invariance.invariance_screen import screen
 from bench.audit.invariance.invariance_verdict import BITWISE, ROUNDED, InvarianceVerdict
 from bench.formatting import at_most
-from bench.tabular import markdown_table
 from studies import ROOT
 from studies.invariance_texts import INTRODUCTION, LIMITS, PUBLIC, PUBLIC_SCRIPTS, SIZES_OF_ROUNDING
 from tests.invariance.cases import CASES, DIFFERENT, SplitCase, compare
@@ -25,7 +24,9 @@ from tests.invariance.cost import COST, measure
 
 PAGE, DATA = ROOT / "docs/invariance.md", ROOT / "docs/invariance.json"
 COMMAND = "python -m studies.invariance_page"
-SCREENS = ("state moe-each", "ddp underweight on 2")
+SCREENS = ("ddp underweight on 2",)
+MOST_SHOWN = 7
+"""Faults of a topic that the page names."""
 AT_ONCE = 4
 """Cases whose results are kept together."""
 RIGHT = (ROUNDED, BITWISE)
@@ -100,7 +101,7 @@ def _keep(data: Results) -> None:
 def page(data: Results) -> str:
     """The page, from the results that are kept."""
     cases = [case for case in CASES if case.name in data]
-    columns = ("script", "commit or version", "what it says", "checked by hand")
+
     return "\n".join(
         [
             "# Invariance: the same training at two splits of its batch",
@@ -114,8 +115,6 @@ def page(data: Results) -> str:
             "## Scripts with a known verdict",
             "",
             *_known_verdicts(cases, data),
-            "## Two screens",
-            "",
             *_screens(data),
             LIMITS,
             "",
@@ -124,7 +123,11 @@ def page(data: Results) -> str:
             _cost(data[COST]),
             "",
             PUBLIC,
-            *markdown_table(columns, PUBLIC_SCRIPTS),
+            *(
+                f"- {what} ({which}): {says}. *{checked}*"
+                for what, which, says, checked in PUBLIC_SCRIPTS
+            ),
+            "",
         ]
     )
 
@@ -147,12 +150,13 @@ def _known_verdicts(cases: Sequence[SplitCase], data: Results) -> Iterator[str]:
     accused = [case for case in right if data[case.name]["verdict"] == DIFFERENT]
     excused = [case for case in right if case.verdict != ROUNDED]
     yield (
-        f"The scripts of tests/invariance/cases.py ran at N = 1 and at N = 4. Of {len(wrong)} wrong ones {len(found)} "
-        f"are found, and of {len(right)} right ones {len(accused)} are accused. {len(excused)} of the right ones may "
-        "depend on N or are not seeded, and the answer says so."
+        f"The [scripts](../tests/invariance/cases.py) ran at N = 1 and at N = 4. Of {len(wrong)} wrong ones "
+        f"{len(found)} are found, and of {len(right)} right ones {len(accused)} are accused; {len(excused)} right ones "
+        "may depend on N or are not seeded, and the answer says so."
     )
     yield ""
-    yield from markdown_table(("finding", "what is wrong"), _by_finding(found))
+    yield from (f"- *{topic}*: {faults}" for topic, faults in _by_finding(found))
+    yield ""
 
 
 def _screens(data: Results) -> Iterator[str]:
@@ -161,11 +165,18 @@ def _screens(data: Results) -> Iterator[str]:
 
 
 def _by_finding(cases: Sequence[SplitCase]) -> list[tuple[str, str]]:
-    """What is wrong with scripts, by the topic of the finding that is expected."""
+    """What is wrong with scripts, by the topic of the finding that is expected; of many the first."""
     found: dict[str, list[str]] = {}
     for case in cases:
         found.setdefault(case.topic, []).append(case.about)
-    return [(topic, "; ".join(dict.fromkeys(texts))) for topic, texts in found.items()]
+    rows = []
+    for topic, texts in found.items():
+        different = list(dict.fromkeys(texts))
+        shown = different[:MOST_SHOWN]
+        if len(different) > MOST_SHOWN:
+            shown.append(f"{len(different) - MOST_SHOWN} more")
+        rows.append((topic, "; ".join(shown)))
+    return rows
 
 
 def _cost(found: dict[str, Any]) -> str:

@@ -8,9 +8,9 @@ python -m bench invariance --vary "--gas {N} --micro-batch {B}" --batch 8 --accu
     torchrun --nproc-per-node 2 train.py --seed 0
 ```
 
-This runs a training command once per split of its batch, and the first split twice (A/A). After each of the
-first updates it compares what every rank holds: gradients before and after clipping, the optimizer's state, buffers,
-changes of parameters, copies of parameters (moving averages), learning rates, schedules and loss scales.
+This runs a training command once per split of its batch, and the first split twice (A/A). After each of the first
+updates it compares what every rank holds: gradients before and after clipping, the optimizer's state, buffers, changes
+and copies of parameters (moving averages), learning rates, schedules and loss scales.
 [Other options may vary, or the whole command](commands.md#the-same-training-twice).
 [invariance.yml](../.github/examples/invariance.yml) checks pull requests.
 
@@ -22,47 +22,40 @@ changes of parameters, copies of parameters (moving averages), learning rates, s
 | not judged | 3 | what differs may depend on the split: dropout, BatchNorm, rows that are contrasted |
 | not comparable | 3 | other samples, other initial values, or a command that differs from itself |
 
-If a command fails, its exit status is returned. Of each tensor, the norm, 64 signed sums, 64 elements and a hash of
-its bits are kept. The sums are linear, so they give the norm of a difference within some 10 %."""
+If a command fails, its exit status is returned. Of each tensor, the norm, 64 elements, a hash of its bits, and 64
+signed sums are kept, which give the norm of a difference within some 10 %."""
 SIZES_OF_ROUNDING = """\
 The bound of a gradient is sqrt(n) u for sums of n = 2^21 terms in fp32, or sqrt(100) u for a hundred layers in the
-dtype of the graph, where u is the unit roundoff (Higham and Mary 2019): 9e-5 in fp32, 0.04 in bf16. None of the right
-scripts below uses more than {apart} of it. States that add up gradients get three times as much. Adam can turn the
-rounding of a gradient into a whole step, so changes of parameters may differ by 10 %, and elements are compared whose
-gradient is ten times above its rounding. In later updates the bound grows by four times what the parameters differ
-by."""
+dtype of the graph, where u is the unit roundoff (Higham and Mary 2019): 9e-5 in fp32, 0.04 in bf16. No right script
+below uses more than {apart} of it. States that add up gradients get three times as much. Adam can turn rounding into a
+whole step, so changes of parameters may differ by 10 %, and only elements are compared whose gradient is ten times
+above its rounding. In later updates the bound grows by four times what the parameters differ by."""
 LIMITS = """\
 ## What it cannot see
 
-- What all splits do alike, such as a wrong scale of gradients, which [audit](audit.md) judges. An exception is a
-  parameter in DistributedDataParallel that ranks change differently.
+- What all splits do alike, such as a wrong scale of gradients, which [audit](audit.md) judges, except a parameter in
+  DistributedDataParallel that ranks change differently.
 - Updates after the sampled ones, or after the first with other samples.
-- In bf16, faults below some 4 % of a gradient; in any dtype, faults in gradients far below 1 % of the largest.
-- Faults below 30 % with optimizers of inverse roots or orthogonal factors (Shampoo, Muon), and integer states.
-- What amplifies rounding without a limit, as exact factors of a gradient without full rank do: it may be called
-  different. So may a loss that depends on its micro-batch as a whole.
+- In bf16, faults below some 4 % of a gradient; in any dtype, faults in gradients far below 1 % of the largest; with
+  optimizers of inverse roots or orthogonal factors (Shampoo, Muon), faults below 30 %, and integer states.
 - Averages and schedules that are neither modules, nor schedules of torch or DeepSpeed, nor lists or dictionaries with a
   tensor per parameter in an attribute or global variable.
-- Without a loader or an input that shows the samples, only a factor is called different.
 - Optimizers that do not derive from `torch.optim.Optimizer`, or run several backwards per step; processes started with
-  `python -I` or `-E`."""
+  `python -I` or `-E`.
+- What amplifies rounding without a limit, as exact factors of a gradient without full rank do, may be called different;
+  so may a loss that depends on its micro-batch as a whole. Without a loader or an input that shows the samples, only a
+  factor is called different."""
 PUBLIC = """\
 ## Scripts of other projects
 
-They ran on the CPU as tiny models with random tokens. What it says of each was checked against the code of the script.
+They ran on the CPU as tiny models with random tokens. *Italics* say what the code of each script has shown.
 """
 PUBLIC_SCRIPTS: tuple[tuple[str, str, str, str], ...] = (
     (
-        "karpathy/nanoGPT, `train.py`, without an evaluation",
+        "karpathy/nanoGPT, `train.py`",
         "3adf61e",
-        "equal to rounding",
-        "true",
-    ),
-    (
-        "the same, `--eval_iters=1`",
-        "3adf61e",
-        "not comparable: other samples in update 1",
-        "true: the evaluation before it draws B rows from the generator that draws the training's",
+        "without an evaluation equal to rounding; with `--eval_iters=1` not comparable: other samples in update 1",
+        "true: the evaluation before it draws B rows from the training's generator",
     ),
     (
         "karpathy/build-nanogpt, `train_gpt2.py`, two ranks, bf16",
@@ -79,10 +72,9 @@ PUBLIC_SCRIPTS: tuple[tuple[str, str, str, str], ...] = (
     (
         "huggingface/accelerate, `by_feature/gradient_accumulation.py`",
         "16cb6eb",
-        "not judged: dropout",
+        "not judged: dropout; equal to rounding with dropout 0",
         "true",
     ),
-    ("the same with dropout 0", "16cb6eb", "equal to rounding", "true"),
     (
         "trl's `SFTTrainer`, rows of 4 to 19 words",
         "1.16.0",
@@ -107,6 +99,10 @@ PUBLIC_SCRIPTS: tuple[tuple[str, str, str, str], ...] = (
         "**differs**: gradients by up to 0.71",
         "true: known bad; 0.19.8 is equal to rounding",
     ),
-    ("peft's LoRA in transformers' Trainer", "0.21.2", "equal to rounding", "true"),
-    ('transformers\' Trainer, `optim="adafactor"`', "5.23.0", "equal to rounding", "true"),
+    (
+        "peft's LoRA in transformers' Trainer; the Trainer with Adafactor",
+        "0.21.2; 5.23.0",
+        "equal to rounding",
+        "true",
+    ),
 )

@@ -174,7 +174,7 @@ def max_epochs(m: Measured) -> Judged:
     counts = {
         name: m.updates("partial-window", name) for name in ("ddp-eager", PLAIN, DIVIDED_TWICE)
     }
-    words = ", ".join(f"{count} updates under `{name}`" for name, count in counts.items())
+    words = ", ".join(f"{count} under `{name}`" for name, count in counts.items())
     weight = min(m.weights("partial-window", PLAIN))
     numbers = {"counts": words, "whole": m.updates("divisible", PLAIN), "weight": weight}
     return only(len(set(counts.values())) > 1, TRUE), numbers
@@ -277,7 +277,10 @@ def window_size(m: Measured) -> Judged:
         "other": m.right(whole[~fits])[2],
         "share": share,
     }
-    return only(right == of), numbers | {"default": default["ratio_median"]}
+    numbers["default"] = default["ratio_median"]
+    if right == of:
+        return measured.EXCEPT, numbers
+    return measured.FALSE, numbers
 
 
 def variable_batch(m: Measured) -> Judged:

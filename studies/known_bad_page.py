@@ -25,16 +25,22 @@ PACKAGES = {
 INTRODUCTION = """# Known-bad versions
 
 Versions of frameworks that accumulate gradients otherwise than their settings say. Each defect was measured on the \
-CPU over gloo with a small program that needs nothing of the bench: its *reproducer*. `python -m bench doctor` and \
-`lint` compare what is installed with this list, and `audit` what a training uses.
+CPU over gloo with a small program that needs nothing of the bench: its *reproducer*. `doctor` and `lint` compare what \
+is installed with this list, and `audit` what a training uses.
 
-Unless an entry says otherwise, it is silently wrong: training goes on without an error, while updates are wrong by \
-the rule of [semantics](semantics.md). A range begins at the oldest bad version that was measured. It ends where a \
-version was measured to be right or its source was read; `<=`, and `<2.14` of torch, end at the newest version that \
-was measured, and later ones may be bad too. Written by `python -m studies.known_bad_page` from \
-[advisories.toml](../bench/audit/advisories.toml), which has each cause, and each measured version with its result \
-and date; `nox -s versions -- --weights deepspeed==0.18.9` measures a version again.
+Unless an entry says otherwise, training goes on without an error, while updates are wrong by the rule of \
+[semantics](semantics.md), at each N >= 2. Weights are those of four micro-batches. A range begins at the oldest bad \
+version that was measured. It ends where a version was measured to be right or its source was read: upgrade, or do \
+what *else* helps. `<=`, and `<2.14` of torch, end at the newest version that was measured, and later ones may be bad \
+too. Written from [advisories.toml](../bench/audit/advisories.toml), which has each cause, and each measured version \
+with its result and date; `nox -s versions -- --weights deepspeed==0.18.9` measures a version again.
 """
+SEVERAL = {"accumulate": Wanted(least=2)}
+"""What an entry is about if it does not say otherwise."""
+SPELLINGS = ("float32", "torch.float32")
+"""Of fp32, which the page does not repeat."""
+IN_TITLES = ("loop.", "uneven")
+"""Beginnings of conditions that have no key in a config; titles and effects tell them."""
 LEVELS = {"error": "", "warning": "*stops or misinforms*: ", "note": "*to know*: "}
 """What is said before a defect, by its level."""
 
@@ -63,13 +69,32 @@ def entry(advisory: Advisory, shared: Mapping[str, Wanted]) -> str:
     found = versions(advisory.affected)
     for name, needed in advisory.beside.items():
         found += f" with {PACKAGES[name]} {versions(needed)}"
-    own = {key: wanted for key, wanted in advisory.condition.items() if key not in shared}
-    newer = f"use {PACKAGES[advisory.package]} {advisory.fixed_in} or newer"
-    remedy = advisory.remedy.replace(newer, "upgrade")
     return (
         f'- <a id="{advisory.id}"></a>**{found}**: {LEVELS[advisory.level]}{advisory.title}; {advisory.effect}. '
-        f"*Where*: {conditions(own)}. *Remedy*: {remedy}. {', '.join(links(advisory))}"
+        f"{where(advisory.condition, shared)}{remedy(advisory)}{', '.join(links(advisory))}"
     )
+
+
+def where(condition: Mapping[str, Wanted], shared: Mapping[str, Wanted]) -> str:
+    """The conditions of an entry that are told neither before nor by its title, as a sentence; empty without any."""
+    known = {**shared, **SEVERAL}
+    own = {
+        key: wanted
+        for key, wanted in condition.items()
+        if known.get(key) != wanted and not key.startswith(IN_TITLES)
+    }
+    texts = [] if SEVERAL.keys() <= condition.keys() else ["any N"]
+    texts += [conditions(own)] if own else []
+    return f"*Where*: {'; '.join(texts)}. " if texts else ""
+
+
+def remedy(advisory: Advisory) -> str:
+    """What helps beside a newer version, as a sentence; empty if nothing does."""
+    if not advisory.fixed_in:
+        return f"*Remedy*: {advisory.remedy}. "
+    newer = f"use {PACKAGES[advisory.package]} {advisory.fixed_in} or newer"
+    other = advisory.remedy.removeprefix(newer).removeprefix(", or ")
+    return f"*Else*: {other}. " if other else ""
 
 
 def links(advisory: Advisory) -> Iterator[str]:
@@ -80,7 +105,7 @@ def links(advisory: Advisory) -> Iterator[str]:
     if advisory.fix and advisory.fix != advisory.issue:
         yield f"[change]({advisory.fix})"
     if (UPSTREAM / f"{advisory.id}.md").exists():
-        yield f"[to file](upstream/{advisory.id}.md)"
+        yield f"[draft](upstream/{advisory.id}.md)"
 
 
 def versions(specifier: str) -> str:
@@ -109,6 +134,8 @@ def conditions(condition: Mapping[str, Wanted]) -> str:
 
 def wish(wanted: Wanted) -> str:
     words = list(dict.fromkeys(str(value).lower() for value in wanted.values))
+    if "fp32" in words:
+        words = [word for word in words if word not in SPELLINGS]
     if wanted.least is not None:
         words.append(f">= {wanted.least:g}")
     if wanted.present:

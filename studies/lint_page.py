@@ -1,8 +1,9 @@
 """The page on ``lint``: what it finds in the configs of public repositories, judged by rule and repository.
 
 ``python -m studies.lint_page FOLDER`` reads the repositories in a folder, one git directory each, named owner+name or
-owner+name/repo; without a folder the page is written again from docs/lint.json. No file of a repository is kept: the
-data are counts, and the commit that has the files. studies/lint_judged.toml says which findings are right, and why.
+owner+name/repo, and adds them to those of docs/lint.json; without a folder the page is written again from that. No file
+of a repository is kept: the data are counts, and the commit that has the files. studies/lint_judged.toml says which
+findings are right, and why, and what a second judge said of each finding of two rules.
 Status 1: fewer than 95 % of errors and warnings are right, or fewer than 80 % of a rule's.
 """
 
@@ -23,6 +24,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from scipy.stats import binomtest
 
 from bench.audit import lint as lint_package
 from bench.audit.lint import lint
@@ -67,15 +70,25 @@ class Judgement:
     why: str
 
 
+@dataclass(frozen=True)
+class SecondJudgement:
+    """How many findings of a rule are right by a program that knows nothing of the rule."""
+
+    rule: str
+    repositories: int
+    findings: int
+    right: int
+    how: str
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Lint the repositories of a folder, if one is given, and write the page."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, help="git directories of repositories")
     folder = parser.parse_args(argv).folder
     if folder is not None:
-        DATA.write_text(
-            json.dumps(linted(folder), indent=1, sort_keys=True) + "\n", encoding="utf-8"
-        )
+        found = json.loads(DATA.read_text()) | linted(folder)
+        DATA.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     data = json.loads(DATA.read_text())
     judged = tomllib.loads(JUDGED.read_text())
     PAGE.write_text(page(data, judged), encoding="utf-8")
@@ -149,8 +162,8 @@ def _counts(files: Sequence[Path]) -> dict[str, Any]:
     for file in files:
         titles: list[str] = []
 
-        def noted(root: Any, suffix: str, titles: list[str] = titles) -> Any:
-            config = recognize(root, suffix)
+        def noted(root: Any, suffix: str, launcher: str = "", titles: list[str] = titles) -> Any:
+            config = recognize(root, suffix, launcher)
             if config is not None:
                 titles.append(config.title)
             return config
@@ -231,10 +244,13 @@ def share(tally: Counter[str]) -> float:
 def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
     fresh = {*judged["fresh"]} & data.keys()
     titles = rules()
-    rows = [
-        (rule, titles[rule].title, _right(tally), _reasons(rule, judged))
-        for rule, tally in tallies(data, judged, set(data)).items()
+    by_rule = tallies(data, judged, set(data))
+    rows = [(rule, titles[rule].title, _right(tally)) for rule, tally in by_rule.items()]
+    wrong = [
+        f"- {rule}: {_reasons(rule, judged)}" for rule, tally in by_rule.items() if share(tally) < 1
     ]
+    if wrong:
+        wrong.append("")
     kinds: Counter[str] = Counter()
     notes: Counter[str] = Counter()
     for repository in data.values():
@@ -251,29 +267,50 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
         [
             "# Lint on public configs",
             "",
-            f"Written by `{COMMAND}` from [lint.json](lint.json) and "
-            "[lint_judged.toml](../studies/lint_judged.toml).",
+            f"Written by `{COMMAND}` from [lint.json](lint.json).",
             "",
-            "How many errors and warnings of `python -m bench lint` are right, on files that were not written for it. "
-            f"{unknown + unreadable + kinds.total():,} files of {len(data)} public repositories were read, without "
-            "options, for DeepSpeed 0.19.8 and Lightning 2.6.6: the files of one commit that are about training, each "
-            f"content once. {unknown:,} are of a kind that `lint` does not know or show too little of one, and "
-            f"{unreadable} have a value that it refuses. The other {kinds.total():,} are of "
-            f"{', '.join(f'{kind} ({number:,})' for kind, number in kinds.most_common())}.",
+            "How many errors and warnings of `lint` are right, on files that were not written for it: "
+            f"{unknown + unreadable + kinds.total():,} files of {len(data)} public repositories, those of "
+            "one commit that are about training, each content once in each of two readings, without options, for "
+            f"DeepSpeed 0.19.8 and Lightning 2.6.6. {unknown:,} are of a kind that `lint` does not know or show too "
+            f"little of one, and {unreadable} have a value that it refuses. The other {kinds.total():,} are of "
+            f"{', '.join(kind for kind, _ in kinds.most_common())}.",
             "",
-            "The project judged its own findings, by rule and repository. A finding is right if what it says happens "
-            "with these versions in the program that reads the file. One that could not be checked counts as not "
-            "right. What `lint` misses was not measured.",
+            "The project judged its own findings, by rule and repository "
+            "([with reasons](../studies/lint_judged.toml)). A finding is right if what it says happens with these "
+            "versions in the program that reads the file; if that could not be checked, it is not. What `lint` misses "
+            "was not measured.",
             "",
             *markdown_table(
                 ("repositories", "number", "files", "with findings", "right"), sets, range(1, 5)
             ),
-            "Rules were changed until they were right in the first set, so the second set is the test. "
-            f"{_bound(data, judged, fresh)}[Each repository](../{REPOSITORIES}) has its commit and its findings.",
+            "Rules were changed until they were right in the first set, so the second is the test. "
+            f"{_bound(data, judged, fresh)}[Each repository](../{REPOSITORIES}) has its commit and its findings. "
+            + judged["changed"],
             "",
+            "## A second judge",
+            "",
+            "Each finding of two rules in the repositories that were read last was judged again, one by one, by a "
+            "program that shares no code with `lint`. It takes the arguments of a script from bash, or from its text "
+            "where bash alone does not show them, and has the frameworks read these and the configs, on the CPU.",
+            "",
+            *markdown_table(
+                ("rule", "repositories", "right", "how"),
+                [
+                    (
+                        each.rule,
+                        str(each.repositories),
+                        f"{each.right} of {each.findings}",
+                        each.how,
+                    )
+                    for each in (SecondJudgement(**values) for values in judged["again"])
+                ],
+                range(1, 3),
+            ),
             "## By rule",
             "",
-            *markdown_table(("rule", "title", "right", "why"), rows, [2]),
+            *markdown_table(("rule", "title", "right"), rows, [2]),
+            *wrong,
             "Notes, which are not judged: "
             + ", ".join(f"{rule} {number}" for rule, number in sorted(notes.items()))
             + ".",
@@ -306,14 +343,15 @@ def _reasons(rule: str, judged: dict[str, Any]) -> str:
 
 
 def _bound(data: dict[str, Any], judged: dict[str, Any], names: set[str]) -> str:
-    """What findings without a mistake say of the share that is right (Clopper and Pearson), as a sentence."""
+    """What the findings that are right say of their share (Clopper and Pearson), as a sentence."""
     tally = sum(tallies(data, judged, names).values(), Counter())
-    if not tally or tally["right"] < tally.total():
+    if not tally:
         return ""
-    least = SIGNIFICANCE ** (1 / tally.total())
+    test = binomtest(tally["right"], tally.total(), alternative="greater")
+    least = test.proportion_ci(1 - SIGNIFICANCE, "exact").low
     return (
-        f"{tally.total()} findings without a mistake show a share of at least {100 * least:.0f} % (95 %, one-sided), "
-        "if they were independent, which those of one repository are not. "
+        f"{_right(tally)} show a share of at least {100 * least:.0f} % (95 %, one-sided), if they were independent, "
+        "which those of one repository are not. "
     )
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pandas as pd
 
-from bench.formatting import plural
+from bench.formatting import digits, plural
 from bench.judge.statistics import MIN_TRIALS
 from bench.judge.verdicts import Verdict
 from bench.plan.schedule import Ended
+from bench.report.ranking import interval_text
 from bench.tabular import markdown_table
 from studies import choices, pairing, pools, study
 from studies.realtrials import Known
@@ -30,6 +31,8 @@ class Results:
     intervals: pd.DataFrame
     sets: Sequence[pools.RunSet]
     """The kept runs."""
+    elsewhere: Sequence[pools.Elsewhere]
+    """Runs on other machines."""
     pools: pd.DataFrame
     reports: int
     num_pools: int
@@ -56,6 +59,7 @@ def page(results: Results, command: str, known: Sequence[Known], planted: Sequen
         *(["All targets are met.", ""] if not missed else []),
         *(line for sentence in missed for line in (f"**Missed:** {sentence}", "")),
         *_other_days(results),
+        *_elsewhere(results.elsewhere),
         *_rates(results),
         *_real(known, planted),
         *pairing.section(),
@@ -100,15 +104,71 @@ def _other_days(results: Results) -> list[str]:
         f"run's 95 % interval, and {percent(beyond / pairs)} are farther away than the report of a single run allows "
         "for other days.",
         "",
-        f"Each row is {results.num_pools:,} pools that are simulated from these runs, with cells that are equally "
-        "fast. What makes runs differ is normal, with the covariance of the kept runs, or resampled from them with a "
-        "random sign. The interval of one run is over its blocks, that of several over runs; of several, the next run "
-        "has an interval of its own. *True ratio* and *next run* are the shares of intervals that contain it.",
+        f"Each row is {results.num_pools:,} pools of equally fast cells, simulated from these runs. What makes runs "
+        "differ is normal, with their covariance, or resampled from them with a random sign. The interval of one run "
+        "is over its blocks, that of several over runs, and the next run then has one of its own. *True ratio* and "
+        "*next run* are the shares of intervals that contain it.",
         "",
         f"Targets: {'; '.join(pools.TARGETS)}.",
         "",
         *markdown_table(head, rows),
     ]
+
+
+SHOWN_N = 8
+"""The N whose ratios on other machines are in the table."""
+
+
+def _elsewhere(runs: Sequence[pools.Elsewhere]) -> list[str]:
+    """What runs on other classes of machines say of the same ratios; empty if there are none."""
+    found: list[str] = []
+    for other in runs:
+        found += _of_machine(other)
+    if found:
+        found = ["## On another processor", "", *found]
+    return found
+
+
+def _of_machine(other: pools.Elsewhere) -> list[str]:
+    """One run on another class of machines."""
+    machine = other.run.manifest.machine
+    every = [*other.with_baseline, *other.of_syncs]
+    expected = same = opposite = unsure = 0
+    rows = []
+    for each in every:
+        expected += each.is_expected
+        verdicts = {each.kept.verdict, each.there.verdict}
+        same += len(verdicts) == 1
+        opposite += verdicts == pools.DIFFERENT
+        unsure += len(verdicts) > 1 and Verdict.AMBIGUOUS in verdicts
+        if each.kept.b.accumulate == SHOWN_N:
+            rows.append(_repetition(each))
+    head = ("step times", "kept runs", "next run", "this run", "within")
+    text = (
+        f"`{other.matrix}` was run once on {machine.cpu}, {machine.cores} cores "
+        f"([run](../results/elsewhere/{other.matrix}/{other.run.name})). Of {len(every)} ratios, "
+        f"{len(other.with_baseline)} of them to the baseline and {len(other.of_syncs)} of deferred to eager sync, "
+        f"{expected} are where the kept runs expect a next one on their own machines. The verdict is the same in "
+        f"{same}, the opposite in {opposite}, and ambiguous in one of the two in {unsure}. Those at N = {SHOWN_N}, "
+        "with 95 % intervals:"
+    )
+    return [text, "", *markdown_table(head, rows)]
+
+
+def _repetition(each: pools.Repetition) -> tuple[str, ...]:
+    """A row: the ratio over the kept runs, and of a run elsewhere."""
+    ours, theirs = each.kept.time, each.there.time
+    assert ours is not None and theirs is not None, "both were timed"
+    within = "no"
+    if each.is_expected:
+        within = "yes"
+    return (
+        f"{each.kept.b.backend} / {each.kept.a.backend}",
+        f"{digits(ours.ratio)} ({interval_text(ours.low, ours.high)})",
+        interval_text(ours.next_low, ours.next_high),
+        f"{digits(theirs.ratio)} ({interval_text(theirs.low, theirs.high)})",
+        within,
+    )
 
 
 def _rates(results: Results) -> list[str]:
@@ -132,15 +192,13 @@ def _rates(results: Results) -> list[str]:
     return [
         "## Within one run",
         "",
-        f"Each row is {results.reports} reports that are made by resampling the blocks of committed runs, {BLOCKS} "
-        "consecutive ones at a time with all their cells, so that bursts, drift and two modes are as measured. `cpu` "
-        "and `popular` are those runs, `noise` is one small cell on a noisy machine. The standard deviation of a "
-        f"block's log ratio is {spread}. The first row of each has as many blocks as its run, or as the shortest of "
-        "noise; the last row has those of `quick`. All cells of a report are equally fast, or all are slower than the "
-        "baseline by the same share.",
+        f"Each row is {results.reports} reports, made by resampling the blocks of committed runs, {BLOCKS} "
+        "consecutive ones at a time with all their cells, so that bursts, drift and two modes are as measured. "
+        f"`noise` is one small cell on a noisy machine. The standard deviation of a block's log ratio is {spread}. "
+        "The first row of each has as many blocks as its run, or as the shortest of noise; the last row has those of "
+        "`quick`. Cells are equally fast, or all slower than the baseline by the same share.",
         "",
-        "A verdict is faster or slower if the interval excludes 1 and the p-value of a paired t-test on logarithms, "
-        "adjusted by Holm, is below 5 %. Where the A/A pair is off there is no verdict, which costs at most "
+        "Where the A/A pair is off there is no [verdict](method.md), which costs at most "
         f"{max(0.0, 100 * lost):.1f} points of power. At most {percent(results.rates['same 1 %'].max())} of "
         "comparisons are called the same within 1 %. A share near 5 % has a standard error of "
         f"{100 * (0.05 * 0.95 / results.reports) ** 0.5:.1f} points.",
@@ -160,11 +218,10 @@ def _real(known: Sequence[Known], planted: Sequence[Known]) -> list[str]:
         "## On real trials",
         "",
         f"{len(known)} runs on {machine.cpu}, {machine.cores} cores ([trials](../results/noise/trials.csv)). Each "
-        "holds `ddp-deferred` on one rank three times, as itself, as its A/A twin and as a third that is compared, "
-        f"and once more with a sleep of {100 * DELAY:g} % per step, until intervals were narrower than "
-        f"{100 * budget.precision:g} % or, as in {late}, {budget.budget_s:g} s had passed. One rank was chosen, since "
-        "two ranks on two virtual cores have two modes, a factor of 1.5 apart, for as long as a process lives. "
-        f"{_found(known)}",
+        "holds `ddp-deferred` on one rank three times (itself, its A/A twin, and a third that is compared) and once "
+        f"more with a sleep of {100 * DELAY:g} % per step, until intervals were narrower than "
+        f"{100 * budget.precision:g} % or, as in {late}, {budget.budget_s:g} s had passed. It is one rank, since two "
+        f"on two virtual cores have two modes, a factor of 1.5 apart, for as long as a process lives. {_found(known)}",
         "",
         *_published(planted),
     ]
@@ -173,8 +230,8 @@ def _real(known: Sequence[Known], planted: Sequence[Known]) -> list[str]:
 def _published(planted: Sequence[Known]) -> list[str]:
     cell, settings = planted[0].slower.b, planted[0].run.manifest.settings
     return [
-        f"The same in the published design, two ranks with the model and batch of the matrix `cpu`, N = "
-        f"{cell.accumulate} and {cell.timed_windows} timed windows, {settings.budget_s:g} s each "
+        f"The same in the published design, two ranks with the model and batch of `cpu`, N = {cell.accumulate} and "
+        f"{cell.timed_windows} timed windows, {settings.budget_s:g} s each "
         f"([trials](../results/planted/trials.csv)): {plural(len(planted), 'run')}. {_found(planted)}",
         "",
     ]
@@ -200,13 +257,12 @@ def _found(known: Sequence[Known]) -> str:
         f"{same[Verdict.FASTER] + same[Verdict.SLOWER]} of {len(known)} (ratios from {min(itself):.3f} to "
         f"{max(itself):.3f}). With the sleep it was called slower in {slower[Verdict.SLOWER]}, ambiguous in "
         f"{slower[Verdict.AMBIGUOUS]}, and faster or the same in {slower[Verdict.FASTER] + slower[Verdict.SAME]} "
-        f"(ratios from {min(ratios):.3f} to {max(ratios):.3f}, with a geometric mean of "
-        f"{statistics.geometric_mean(ratios):.3f})."
+        f"(ratios from {min(ratios):.3f} to {max(ratios):.3f}, geometric mean {statistics.geometric_mean(ratios):.3f})."
     )
     if not slept:
         return (
-            f"{words} What was really slept was not recorded, so {1 + DELAY:g} is what was asked for, and the cell "
-            "may be slower after a sleep."
+            f"{words} What was really slept was not recorded; {1 + DELAY:g} was asked for, and the cell may be slower "
+            "after a sleep."
         )
     due = 1 + statistics.mean(slept)
     held = sum(
@@ -227,8 +283,8 @@ def _rivals(frame: pd.DataFrame) -> list[str]:
         "## The rules of other tools on the same noise",
         "",
         "How often, in per cent, each rule calls two cells different, by their true difference, with the noise of "
-        "`cpu` and its steps; one comparison, interleaved as here. The tools themselves run one cell after the other "
-        "by default, so that drift enters too.",
+        "`cpu`; one comparison, interleaved as here. By default the tools run one cell after the other, so that drift "
+        "enters too.",
         "",
         *markdown_table(("tool", "rule", "trials", *names), rows),
     ]
@@ -251,8 +307,8 @@ def _methods(results: Results) -> list[str]:
         "## Which interval",
         "",
         "Coverage and median width, in per cent, of 95 % intervals of a ratio that is 1, each the mean over the kinds "
-        f"of noise. The bench uses the one in bold, Student's t of the mean logarithm, from {MIN_TRIALS} blocks on. "
-        "The others are percentiles of bootstrapped means.",
+        f"of noise. The one in bold, of the mean logarithm, is used from {MIN_TRIALS} blocks on. The others are "
+        "percentiles of bootstrapped means.",
         "",
         *markdown_table(("method", *(f"{n} blocks" for n in choices.SIZES)), rows),
     ]

@@ -162,24 +162,24 @@ def section() -> list[str]:
     return [
         "## Cells in turn",
         "",
-        "Apart, each cell trains by itself, as in a run. In turns, a cell and the baseline's "
-        f"(`{BASELINE}`) train window by window in two process groups that swap after half of the windows. Two cores, "
-        f"N = 2; blocks in either design: {blocks} ([pairing.json](pairing.json)). The spread is the standard "
-        "deviation of a block's log ratio times the root of the block's seconds, so it counts what a block costs.",
+        f"Apart, each cell trains by itself, as in a run. In turns, it and the baseline's (`{BASELINE}`) train window "
+        f"by window in two process groups that swap halfway. Two cores, N = 2; blocks in either design: {blocks} "
+        "([pairing.json](pairing.json)). The spread is the standard deviation of a block's log ratio times the root "
+        "of its seconds, so it counts what a block costs.",
         "",
         f"In turns the spread is {gains[0]:.2f} times as large as apart on the idle machine, and {gains[1]:.2f} times "
-        "beside two programs that never wait (geometric means over cells). On the idle machine the standard deviation "
-        f"is {noise:.2f} times as large, but a block takes {turns:.0f} s instead of {apart:.0f} s, in part to start a "
-        "second process group for each cell. Cells that trained one after the other in the same processes, forwards "
-        f"and backwards, had {together:.2f} times the spread of cells apart (both machines, measured earlier).",
+        "beside two programs that never wait (geometric means over cells). Idle, the standard deviation is "
+        f"{noise:.2f} times as large, but a block takes {turns:.0f} s instead of {apart:.0f} s, in part to start "
+        "second process groups. Cells that trained one after the other in the same processes, forwards and backwards, "
+        f"had {together:.2f} times the spread of cells apart (both machines, measured earlier).",
         "",
         f"Load changes the ratio itself: in turns, `fsdp2-deferred` takes {busy.ratio:.2f} ({_ends(busy)}) times as "
-        f"long as `{BASELINE}` beside these programs, and {idle.ratio:.2f} ({_ends(idle)}) times without them. So the "
-        "bench times cells apart, and compares no times from a busy machine.",
+        f"long as `{BASELINE}` beside these programs, and {idle.ratio:.2f} ({_ends(idle)}) times without them. So "
+        "cells are timed apart, and no times from a busy machine are compared.",
         "",
-        f"On the idle machine the step of `{BASELINE}` beside a cell that waits is {slowed.ratio:.3f} "
-        f"({_ends(slowed)}) times as long as alone. In turn with itself, {hold} of {len(twins)} intervals of "
-        f"{MIN_TRIALS} trials each contain 1; their median width is {100 * width:.1f} %.",
+        f"Idle, the step of `{BASELINE}` beside a cell that waits is {slowed.ratio:.3f} ({_ends(slowed)}) times as "
+        f"long as alone. In turn with itself, {hold} of {len(twins)} intervals of {MIN_TRIALS} trials each contain 1; "
+        f"their median width is {100 * width:.1f} %.",
         "",
         *_starts(**found["starts"]),
     ]
@@ -211,11 +211,11 @@ def _starts(seconds: Sequence[float], products: Sequence[float]) -> list[str]:
     around = [statistics.mean(pair) for pair in itertools.pairwise(machine)]
     found = pearsonr(steps, around)
     return [
-        f"Two starts of the same cell differ. In another run, `{BASELINE}` was started {len(steps)} times alone on the "
-        f"idle machine: its step (median {statistics.median(seconds):.4f} s) has a standard deviation of "
-        f"{100 * statistics.stdev(steps):.1f} % over the starts. Before and after each, two processes that never end "
-        f"multiplied {PRODUCTS} matrices, the time of which has one of {100 * statistics.stdev(machine):.1f} %. Their "
-        f"correlation is {found.statistic:.2f} (p = {found.pvalue:.2g}): the machine's speed explains "
+        f"Two starts of a cell differ. In another run, `{BASELINE}` was started {len(steps)} times alone on the idle "
+        f"machine: its step (median {statistics.median(seconds):.4f} s) has a standard deviation of "
+        f"{100 * statistics.stdev(steps):.1f} %. Before and after each start, two processes that never end multiplied "
+        f"{PRODUCTS} matrices, the time of which has one of {100 * statistics.stdev(machine):.1f} %. Their correlation "
+        f"is {found.statistic:.2f} (p = {found.pvalue:.2g}): the machine's speed explains "
         f"{100 * found.statistic**2:.0f} % of the variance.",
         "",
     ]

@@ -1,8 +1,8 @@
 """What runs of different days differ by, and how often the verdicts on several runs are right.
 
-Kept are the runs of results/cpu, results/popular and results/pool, and in results/pool/older.csv the trials of earlier
-runs of this repository, which had other cells. ``python -m studies.pools --older`` reads these from its history, and
-``--add`` measures one more run.
+Kept are the runs of results/cpu, results/popular and results/pool, those of other machines in results/elsewhere, and in
+results/pool/older.csv the trials of earlier runs of this repository, which had other cells.
+``python -m studies.pools --older`` reads these from its history, and ``--add`` measures one more run.
 
 A simulated run is made of a kept one that is drawn at random: its blocks, drawn with replacement, less their mean, and
 what makes runs differ, in all ratios at once. That is either normal with the covariance that the kept runs have, or the
@@ -31,17 +31,22 @@ import pandas as pd
 
 from bench.errors import InputError
 from bench.judge import run_spread
+from bench.judge.analysis import Analysis
 from bench.judge.baseline import baseline_of
 from bench.judge.loading import Run, load
-from bench.judge.pool import load_pool
+from bench.judge.pairs import ComparedPair
+from bench.judge.pool import CLASS, load_pool
 from bench.judge.statistics import MARGIN, MIN_RUNS, Array, Interval, LogMean, wider, within_runs
 from bench.judge.verdicts import ALPHA, Comparison, Verdict, judge_all
 from bench.plan.cell import Status
+from bench.report.descriptions import eager_and_deferred
 from bench.run.journal import JOURNAL, MANIFEST
 from studies import ROOT
 
 RESULTS = ROOT / "results"
 POOL = RESULTS / "pool"
+ELSEWHERE = RESULTS / "elsewhere"
+"""Runs of the same matrices on another class of machines, which are not pooled with the kept ones."""
 OLDER = POOL / "older.csv"
 SETS = ("cpu", "popular")
 """Matrices of which several runs are kept."""
@@ -152,6 +157,72 @@ def kept() -> list[RunSet]:
 def folders(name: str) -> list[Path]:
     """The runs of a matrix that are kept: the one of README or a report first."""
     return [RESULTS / name, POOL / name]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Repetition:
+    """A comparison over the kept runs, and the same in a run on another class of machines."""
+
+    kept: ComparedPair
+    there: ComparedPair
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether the ratio is one that the kept runs expect of a next run on their own machines."""
+        ours, theirs = self.kept.time, self.there.time
+        assert ours is not None and theirs is not None, "both were timed"
+        assert ours.next_low is not None and ours.next_high is not None, "there are enough runs"
+        return ours.next_low <= theirs.ratio <= ours.next_high
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Elsewhere:
+    """One run of a matrix on a class of machines that is not that of the kept runs."""
+
+    matrix: str
+    run: Run
+    with_baseline: Sequence[Repetition]
+    """Of each timed cell with the baseline."""
+    of_syncs: Sequence[Repetition]
+    """Of each deferred backend with the eager one of its framework and sharding."""
+
+
+def elsewhere() -> list[Elsewhere]:
+    """The runs in results/elsewhere, in the order of matrices and names."""
+    found = []
+    for name in SETS:
+        kept_runs = Analysis.of(load_pool(folders(name)), RESULTS / name)
+        for folder in sorted((ELSEWHERE / name).glob("*")):
+            there = Analysis(run=load(folder), folder=folder)
+            found.append(
+                Elsewhere(
+                    matrix=name,
+                    run=there.run,
+                    with_baseline=_repetitions(kept_runs.verdicts, there),
+                    of_syncs=_repetitions(_sync_pairs(kept_runs), there),
+                )
+            )
+    return found
+
+
+def _sync_pairs(data: Analysis) -> list[ComparedPair]:
+    """The deferred cells against the eager ones."""
+    found = []
+    for eager, deferred in eager_and_deferred(data.run.manifest.backends):
+        for pair in data.against(eager).values():
+            if pair.b.backend == deferred:
+                found.append(pair)
+    return found
+
+
+def _repetitions(pairs: Sequence[ComparedPair], there: Analysis) -> list[Repetition]:
+    """Those of the pairs that both have timed."""
+    found = []
+    for pair in pairs:
+        again = there.compared(pair.b.cell_id, pair.a.cell_id)
+        if pair.time is not None and again is not None and again.time is not None:
+            found.append(Repetition(kept=pair, there=again))
+    return found
 
 
 def older() -> RunSet:
@@ -361,7 +432,10 @@ def repeated(sets: Sequence[RunSet]) -> list[Repeated]:
 
 
 def add() -> None:
-    """Measure a run of the matrix that lacks most, and keep its manifest and its journal. Removes no run."""
+    """Measure a run of the matrix that lacks most, and keep its manifest and its journal. Removes no run.
+
+    On another class of machines than that of the kept runs, it goes to results/elsewhere.
+    """
     name = min(WANTED, key=lambda name: len(load_pool(folders(name)).runs) / WANTED[name])
     now = datetime.datetime.now(datetime.UTC)
     out = POOL / name / f"{now:%Y-%m-%d}"
@@ -389,6 +463,12 @@ def add() -> None:
             shutil.rmtree(path)
         elif path.name not in (MANIFEST, JOURNAL):
             path.unlink()
+    first = load_pool(folders(name)[:1]).first
+    if any(of(run.manifest) != of(first.manifest) for of in CLASS.values()):
+        place = ELSEWHERE / name / out.name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(out, place)
+        print(f"kept in {place.relative_to(ROOT)}: it cannot be pooled with {RESULTS / name}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from bench.audit.conformance import (
-    Observation,
-    by_backend,
-    by_loss,
-    overview,
-    scenarios,
-    with_number,
-)
+from bench.audit.conformance import Observation, by_backend, by_loss, scenarios, with_number
 from bench.audit.scenario import Scenario
 from bench.audit.semantics_files import (
     MARKDOWN,
@@ -30,6 +25,7 @@ from bench.audit.semantics_files import (
 )
 from bench.formatting import markdown as escape
 from bench.report.sections import EPOCH_END
+from bench.tabular import markdown_table
 from studies import ROOT
 from studies.families import together
 
@@ -44,39 +40,71 @@ PICTURED = ("partial-window", "resume", "exception", "zero-grad")
 """Scenarios whose weight maps are on the page."""
 USUAL = ("32 samples", "2 ranks", "8 micro-batches of 2 per epoch", "N = 4", "1 epoch")
 """Parts of a scenario's setting that are said once for all."""
+IN_TITLES = (
+    "drop_last",
+    "DistributedSampler(drop_last=True)",
+    "the framework may split the samples",
+    "Accelerate does not prepare the loader",
+    "Accelerate prepares the scheduler",
+)
+"""Parts that the titles of their scenarios have."""
 CONTROL = "divisible"
 """The scenario whose verdicts later lists do not repeat."""
+
 INTRODUCTION = """\
 Each backend trains a model with one weight per use of a sample, by SGD with learning rate 1, so that an update \
-changes each weight by the coefficient of that sample's gradient. The right update is that of the full batch, all \
-samples of the window in one batch, whose coefficients sum to 1. \
-[`python -m bench audit`](audit.md) finds what a script of your own computes.
+changes each weight by the coefficient of that sample's gradient. The right update is that of all samples of the \
+window in one batch, whose coefficients sum to 1. [`audit`](audit.md) finds what a script of your own computes.
 
-One rule holds for all backends. A verdict is wrong, and **bold**, if an update is not the full-batch gradient of \
-any set of samples, or if samples, steps or counters are not what they should be. With any other verdict each update \
-is that of some samples, though perhaps not of those that were meant. In `zero-grad` and `engine-n` the script itself \
-makes a mistake: verdicts say what becomes of it, not whose fault it is.
+A verdict is wrong, and **bold**, if an update is not the full-batch gradient of any set of samples, or if samples, \
+steps or counters are not what they should be. With any other verdict each update is that of some samples, though \
+perhaps not of those that were meant. In `zero-grad` and `engine-n` the script itself makes a mistake.
 
-The number after *divided twice*, *under-weighted*, *over-weighted* and *cleared* is an update's sum relative to the \
-right one, after *leaks* its sum, after *lost* and *left open* samples that reach no update, after *carried over* the \
-updates that mix epochs, and after *mean of means* the factor by which a weight differs from that in the full batch."""
+Numbers are an update's sum relative to the right one (*divided twice*, *under-weighted*, *over-weighted*, *cleared*, \
+*leaks*), samples that reach no update (*lost*, *left open*), updates that mix epochs (*carried over*), and the factor \
+by which a weight differs from that in the full batch (*mean of means*)."""
 QUESTIONS = """\
-Each list names the backends whose verdict is another one than in the control, with a telling number; a pattern such \
-as `accelerate-*` stands for all that match it. What the reduction of the loss does is told apart. \
-Unless said otherwise there are 2 ranks, N = 4, and one epoch of 32 samples, 8 micro-batches of 2 on each rank."""
+Each list names the backends whose verdict differs from that in the control; a pattern such as `accelerate-*` stands \
+for all that match it. What the reduction of the *loss* does is told apart. Scenarios with the same list share it, \
+with their numbers in order. Unless said otherwise there are 2 ranks, N = 4, and one epoch of 32 samples, 8 \
+micro-batches of 2 on each rank."""
 NOTES = """\
 Where the first finding is *miscounted*, every update is right: a counter of the framework is wrong.
 
 After `zero_grad` in mid-window the window goes on. If the gradients are *kept*, its update has all of them with the \
-right sum, so this is a note under each backend. If the window is given up, as in `exception`, gradients that outlive \
-`zero_grad` are added to the next window: they *leak*, and the update has 1.25 times the right sum. That is wrong and, \
-of FSDP2, [known bad](known-bad.md#torch-fsdp2-zero-grad). PyTorch's `reset_iter_state`, which the scenario does not \
-call, discards of FSDP2's only those that await a deferred all-reduce. Under torchtitan and HF Trainer `zero_grad` \
-could only be called between two windows, where nothing is open.
+right sum, so this is a note. If the window is given up, as in `exception`, they *leak* into the next update, which \
+has 1.25 times the right sum. That is wrong and, of FSDP2, [known bad](known-bad.md#torch-fsdp2-zero-grad). Under \
+torchtitan and HF Trainer `zero_grad` could only be called between two windows.
 
-After `zero_grad`, `deepspeed-zero3-deferred`, with offload or without, cannot continue on a CPU: DeepSpeed marks the \
-open gradients as used by the current stream, and a CPU has none. On CUDA they are cleared \
-([GPUs](gpu.md#semantics))."""
+On a CPU, `deepspeed-zero3-deferred`, with offload or without, cannot continue after `zero_grad`, since DeepSpeed \
+marks the open gradients as used by a stream. On CUDA they are cleared ([GPUs](gpu.md#semantics))."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A verdict of one scenario or of several, with the backends under which it came up."""
+
+    cause: str
+    """What stands before it: nothing, or that the reduction of a scenario's loss causes it."""
+    verdict: str
+    is_wrong: bool
+    numbers: tuple[str, ...]
+    """The most telling number in each scenario; empty where there is none."""
+    backends: str
+
+    def is_like(self, other: Item) -> bool:
+        """Whether they differ in the numbers alone."""
+        return replace(self, numbers=()) == replace(other, numbers=())
+
+    def line(self) -> str:
+        """The list item in Markdown."""
+        numbers = self.numbers
+        if len(set(numbers)) == 1:
+            numbers = numbers[:1]
+        text = f"{self.verdict} {', '.join(numbers)}".rstrip()
+        if self.is_wrong:
+            text = f"**{text}**"
+        return f"- {self.cause}{text}{self.backends}"
 
 
 def page(
@@ -90,26 +118,26 @@ def page(
         for seen in observations
         if seen["scenario"]["name"] == CONTROL
     }
-    told: list[str] = []
-    place = 0
+    questions: list[tuple[list[str], list[Item], list[Item]]] = []
     for name, values in scenarios(observations).items():
         seen = [each for each in observations if each["scenario"]["name"] == name]
         found = verdicts(seen, {} if name == CONTROL else usual)
-        if found == told:
-            lines[place] += f"<br>\n{heading(name, values)}"
+        for headings, items, of_loss in questions:
+            if len(items) == len(found) and all(map(Item.is_like, items, found)):
+                headings.append(heading(name, values))
+                items[:] = map(_with_numbers_of, items, found)
+                of_loss.extend(loss_verdicts(seen))
+                break
         else:
-            place = len(lines) + 1
-            lines += ["", heading(name, values), "", *found]
-        told = found
-    lines += ["", "## What is wrong, by backend", "", overview(observations), NOTES, ""]
+            questions.append(([heading(name, values)], found, loss_verdicts(seen)))
+    for headings, items, of_loss in questions:
+        lines += ["", "<br>\n".join(headings), "", *map(Item.line, (*items, *of_loss))]
+    lines += ["", "## What is wrong, by backend", "", *by_counts(observations), NOTES, ""]
     lines += [
-        "What follows for Lightning with DeepSpeed, FSDP2 and Hugging Face: [claims](claims.md).",
-        "",
         "## ThroughputMonitor",
         "",
-        "Its samples/s under accumulation, divided by those that were trained, on a virtual clock on which optimizer "
-        "steps take long, with NB micro-batches per epoch "
-        f"([settings and every point](../results/throughput/{THROUGHPUT.name})):",
+        "Its samples/s, divided by those that were trained, on a virtual clock on which optimizer steps take long "
+        f"([every point](../results/throughput/{THROUGHPUT.name}), [claims](claims.md)):",
         "",
         *rates,
         "",
@@ -117,8 +145,7 @@ def page(
         "",
     ]
     for name in PICTURED:
-        title = escape(scenarios(observations)[name]["title"])
-        lines += [f"![{title}](../plots/semantics/weights-{name}.png)", ""]
+        lines += [f"![Weights in {name}](../plots/semantics/weights-{name}.png)", ""]
     lines += [
         "## Every table and diagnosis",
         "",
@@ -132,48 +159,75 @@ def page(
 def heading(name: str, values: Mapping[str, Any]) -> str:
     """What a scenario asks, its name, and its setting where that is not the usual one."""
     parts = Scenario.from_dict(values).setting.split(", ")
-    setting = ", ".join(part for part in parts if part not in USUAL)
+    setting = ", ".join(part for part in parts if part not in USUAL + IN_TITLES)
     about = f"{_code(name)}: {escape(setting)}" if setting else _code(name)
     return f"**{escape(values['title'])}** ({about})"
 
 
-def verdicts(seen: Sequence[Observation], usual: Mapping[str, str]) -> list[str]:
-    """A list item for each verdict, with the backends under which it came up; not those whose verdict is usual."""
+def verdicts(seen: Sequence[Observation], usual: Mapping[str, str]) -> list[Item]:
+    """An item for each verdict, with the backends under which it came up; not those whose verdict is usual."""
     every = [observation["backend"] for observation in seen]
     of_backends = [by_backend(observation) for observation in seen]
     told = [each for each in of_backends if each["verdict"] != usual.get(each["backend"])]
-    lines = []
-    for verdict, backends in _by_text(told, _verdict).items():
+    items = []
+    for (verdict, number, is_wrong), backends in _by_verdict(told).items():
         names = ", ".join(together(backends, every))
         if verdict == "right" and not usual:
             names = f"the other {len(backends)}"
-        lines.append(f"- {verdict}: {names}")
+        items.append(Item("", verdict, is_wrong, (number,), f": {names}"))
     if not told:
-        lines.append("- as in the control")
+        items.append(Item("", "as in the control", False, ("",), ""))
+    return items
+
+
+def loss_verdicts(seen: Sequence[Observation]) -> list[Item]:
+    """An item for each verdict that the reduction of the loss causes in a scenario, with the scenario's name."""
+    every = [observation["backend"] for observation in seen]
+    items = []
     of_loss = [part for part in map(by_loss, seen) if part["findings"]]
-    for verdict, backends in _by_text(of_loss, _verdict).items():
+    for (verdict, number, is_wrong), backends in _by_verdict(of_loss).items():
         named = together(backends, every)
         others = together([name for name in every if name not in backends], every)
         names = ", ".join(named)
         if 2 * len(others) < len(named):
             names = f"all but {', '.join(others)}"
-        lines.append(f"- the reduction of the loss: {verdict}: {names}")
-    return lines
+        cause = f"the loss of {_code(seen[0]['scenario']['name'])}: "
+        items.append(Item(cause, verdict, is_wrong, (number,), f": {names}"))
+    return items
 
 
-def _verdict(seen: Observation) -> str:
-    text = escape(with_number(seen, seen["verdict"]))
-    return f"**{text}**" if seen["level"] == "wrong" else text
-
-
-def _by_text(
-    observations: Iterable[Observation], describe: Callable[[Observation], str]
-) -> dict[str, list[str]]:
-    """The backends by the description of their observations."""
-    found: dict[str, list[str]] = {}
+def _by_verdict(observations: Iterable[Observation]) -> dict[tuple[str, str, bool], list[str]]:
+    """The backends by verdict, its number, and whether it is wrong."""
+    found: dict[tuple[str, str, bool], list[str]] = {}
     for seen in observations:
-        found.setdefault(describe(seen), []).append(seen["backend"])
+        verdict = seen["verdict"]
+        number = with_number(seen, verdict).removeprefix(verdict).strip()
+        key = escape(verdict), escape(number), seen["level"] == "wrong"
+        found.setdefault(key, []).append(seen["backend"])
     return found
+
+
+def _with_numbers_of(item: Item, other: Item) -> Item:
+    return replace(item, numbers=item.numbers + other.numbers)
+
+
+def by_counts(observations: Sequence[Observation]) -> list[str]:
+    """In how many scenarios backends are right, and what is wrong in the others; those with equal counts in one row."""
+    of_backends: dict[str, list[Observation]] = {}
+    for seen in observations:
+        of_backends.setdefault(seen["backend"], []).append(by_backend(seen))
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for backend, found in of_backends.items():
+        levels = Counter(seen["level"] for seen in found)
+        words = Counter(seen["verdict"] for seen in found if seen["level"] == "wrong")
+        wrong = ", ".join(f"{word} {count}" for word, count in words.most_common())
+        rows.setdefault((str(levels["detail"]), str(levels["note"]), wrong), []).append(backend)
+    every = list(of_backends)
+    return markdown_table(
+        ("backends", "right", "notes", "wrong, in so many scenarios"),
+        [(", ".join(together(names, every)), *row) for row, names in rows.items()],
+        range(1, 3),
+    )
 
 
 def _code(name: str) -> str:

@@ -18,12 +18,11 @@ from bench.backends.deepspeed import ZeroBackend
 from bench.backends.torchtitan import REPLACED
 from bench.judge.loading import load
 from bench.run.trial_record import TrialRecord
-from bench.tabular import markdown_table
 from studies import ROOT, objections
 
 ABOUT = Path(__file__).with_suffix(".toml")
 DOCS = "docs/settings.md"
-HEADER = ("setting here", "default", "why", "what the default costs or changes")
+
 WHOLE = ("replaced", "zero_optimization.leaf_module")
 """Settings that are one value, though they are tables."""
 ABOVE = ("Trainer.__init__", "CUDA graphs", "process group timeouts")
@@ -65,11 +64,11 @@ def page(records: Iterable[TrialRecord]) -> str:
     lines = [
         "# Settings",
         "",
-        "Settings that differ from a framework's default, what of it is patched, and what its maintainers could object",
-        "to. Written by `python -m studies.settings RUN` from what the trials of a run have recorded.",
+        "Settings that differ from a framework's default, and what the default costs or changes; what is patched; and",
+        "what maintainers could object to. Written by `nox -s results -- settings` from what trials have recorded.",
         "",
-        "ZeRO's sizes are like for like: the bucket of stage 2 is DDP's, and stage 3 gathers one block at a time, as",
-        "FSDP2. `deepspeed-zero2-defaults-eager` and `deepspeed-zero3-defaults-eager` have DeepSpeed's own.",
+        "ZeRO's sizes are like for like: stage 2 has DDP's bucket, and stage 3 gathers one block at a time, as FSDP2.",
+        "`deepspeed-zero2-defaults-eager` and `deepspeed-zero3-defaults-eager` have DeepSpeed's own.",
         "",
         "Objections are answered by ratios of step times, with 95 % intervals, at N = 4 on two ranks over gloo, from",
         f"one run of `python -m studies.objections` ({measured['about']}).",
@@ -98,13 +97,18 @@ def page(records: Iterable[TrialRecord]) -> str:
             f"[Documentation]({framework['documentation']})",
             "",
         ]
-        shown_rows = [(f"{setting}: {here}", *rest) for setting, here, *rest in rows]
-        lines += markdown_table(HEADER, shown_rows)
-        lines += patches(framework)
+        for setting, here, default, why, cost in rows:
+            changed = f" *By default*: {cost}." if cost else ""
+            lines.append(f"- {setting}: {here} (default: {default}). {why}{changed}")
+        lines += ["", *patches(framework)]
         objection = framework["objection"].format(**measured)
-        lines += [f"**What its maintainers could object to.** {objection}", ""]
+        lines += [f"**Objections.** {objection}", ""]
     own = "; ".join(f"{what}: {how}" for what, how in REPLACED.items() if what not in ABOVE)
-    lines += [f"Not torchtitan's own, besides: {own}.", ""]
+    lines += [
+        "`Trainer.train()` and all it calls are torchtitan's own. Not so, since all backends train the same model, "
+        f"tokens and optimizer: {own}.",
+        "",
+    ]
     assert not left, f"settings.toml says nothing of {sorted(left)}"
     return "\n".join(lines)
 

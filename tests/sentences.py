@@ -475,7 +475,7 @@ def origin(run: Run, where: str, m: Groups) -> bool:
 @rule(r"(?:^## |\brun )(?P<id>[a-z\d]+(?:-[a-z\d]+)*)(?=$|; machine)")
 @rule(
     r"(?<![\w.])<gpus> x (?P<gpu>NVIDIA [\w ]+\w)(?=[,;])",
-    r"(?:one (?:GPU|rank), |, )so no bytes move",
+    r"one (?:GPU|rank), so (?:no bytes move|nothing is sent or sharded)",
 )
 def machine(run: Run, where: str, m: Groups) -> bool:
     """Which run on which GPUs, and that one rank sends nothing."""
@@ -487,32 +487,41 @@ def machine(run: Run, where: str, m: Groups) -> bool:
     return {cell["world_size"] for cell in run.cells} == {1}
 
 
-@rule(r"FSDP2 needs <sharded> GiB and DDP <whole>(?=[.])")
+@rule(r"FSDP2 on bf16 copies needs <sharded> GiB, DDP under autocast <whole>(?=[.])")
 def memory_of_two_ways(run: Run, where: str, m: Groups) -> bool:
-    """Of all cells of each."""
-    cells = run.good(where)
-    told = {"fsdp2": m["sharded"], "ddp": m["whole"]}
-    return all(
-        shows_size(f"{text} GiB", run.memory(cell))
-        for kind, text in told.items()
-        for cell in cells
-        if kind in cell["backend"].split("-")
-    )
+    """Of all cells of each, which compute in these ways."""
+    told = {"fsdp2": (m["sharded"], "bf16 copies"), "ddp": (m["whole"], "autocast")}
+    right = []
+    for kind, (text, way) in told.items():
+        for cell in run.good(where):
+            if kind in cell["backend"].split("-"):
+                right.append(shows_size(f"{text} GiB", run.memory(cell)))
+                right.append(run.about["backends"][cell["backend"]]["bf16_as"].startswith(way))
+    return len(right) > 2 and all(right)
 
 
-@rule(r"FSDP2's times follow the host's")
-def waits_for_the_host(run: Run, where: str, m: Groups) -> bool:
-    """Of all trials of FSDP2, the slower draw less power, at no lower clock."""
-    times, powers, clocks = [], [], []
-    for cell in run.everything:
-        if "fsdp2" in cell["backend"]:
-            for record in run.trials[cell["id"]]:
-                (gpu,) = record["gpus"]["gpus"]
-                times.append(run.times(cell)[record["repeat"]])
-                powers.append(gpu["power_w"])
-                clocks.append(gpu["sm_clock_mhz"])
-    of_power, of_clock = (stats.spearmanr(times, each).statistic for each in (powers, clocks))
-    return float(of_power) < -0.9 and float(of_clock) >= 0
+@rule(
+    r"<a:cell> is <verdict:word> than <b:cell>, and <other:word> beside its A/A copy: "
+    r"<x> \(<low> to <high>\)"
+)
+def beside_the_copy(run: Run, where: str, m: Groups) -> bool:
+    """What a cell of the A/A pair shows, its copy does not, after the correction."""
+    cell, base = run.find(m["a"], where), run.find(m["b"], where)
+    (twin,) = [c for c in run.everything if c["twin"] and c["backend"] == base["backend"]]
+    time = run.ratio(cell, twin)
+    is_open = m["other"] == "ambiguous" and time.p * run.num_judged(run.baseline) >= 0.05
+    return is_open and run.verdict(cell, base) == m["verdict"] and shows_interval(time, m, 0)
+
+
+@rule(r"FSDP2's times vary between trials")
+def varying(run: Run, where: str, m: Groups) -> bool:
+    """By more than a tenth in each of its cells, and by less than a hundredth in those of DDP."""
+    spreads: dict[str, list[float]] = {"fsdp2": [], "ddp": []}
+    for cell in run.good(where):
+        times = run.times(cell).values()
+        for kind in spreads.keys() & set(cell["backend"].split("-")):
+            spreads[kind].append(max(times) - min(times))
+    return min(spreads["fsdp2"]) > math.log(1.1) and max(spreads["ddp"]) < math.log(1.01)
 
 
 @rule(r"<a:cell>: (?P<remark>on one rank ZeRO-3 gathers nothing, .* larger worlds)")

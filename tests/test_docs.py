@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -101,7 +102,7 @@ def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "".join(examples("docs/matrix.md", "toml")), encoding="utf-8"
     )
     (tmp_path / "my_model.py").write_text(examples("docs/matrix.md", "python")[0], encoding="utf-8")
-    (tmp_path / "my_vit.py").write_text(examples("docs/matrix.md", "python")[1], encoding="utf-8")
+    shutil.copy(ROOT / "studies" / "my_vit.py", tmp_path)
     (tmp_path / "mine.py").write_text(examples("CONTRIBUTING.md", "python")[0], encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -501,3 +501,38 @@ def test_a_changed_cell_of_a_table_is_found(name: str) -> None:
                     row,
                     column,
                 )
+
+
+def interval_pattern(prefix: str) -> str:
+    return rf"(?P<{prefix}low>[\d.]+)-(?P<{prefix}high>[\d.]+)"
+
+
+ELSEWHERE_ROW = re.compile(
+    rf"^\| (?P<cell>[\w-]+) / (?P<base>[\w-]+) \| (?P<x>[\d.]+) \({interval_pattern('')}\) "
+    rf"\| {interval_pattern('n')} \| (?P<there>[\d.]+) \({interval_pattern('there_')}\) \| (?P<within>yes|no) \|$"
+)
+ELSEWHERE_RUN = re.compile(r"\(\.\./results/(elsewhere/(\w+)/[\w-]+)\)")
+
+
+def test_ratios_on_another_processor_follow_from_the_journals() -> None:
+    """Of docs/statistics.md: each row, and how many ratios are where the kept runs expect a next one."""
+    text = (ROOT / "docs" / "statistics.md").read_text(encoding="utf-8")
+    part = text.partition("\n## On another processor\n")[2].partition("\n## ")[0]
+    found = ELSEWHERE_RUN.search(part)
+    assert found, "the run is named"
+    kept, there = run_of(found[2]), Run(found[1])
+    rows = 0
+    for line in part.splitlines():
+        row = ELSEWHERE_ROW.match(line)
+        if row is None:
+            continue
+        named = row.groupdict()
+        cell, base = (kept.find(named[side], "N=8 W=2") for side in ("cell", "base"))
+        of_kept, of_there = kept.ratio(cell, base), there.ratio(cell, base)
+        assert shows_interval(of_kept, named, 0), line
+        again = {"x": named["there"], "low": named["there_low"], "high": named["there_high"]}
+        assert shows_interval(of_there, again, 0), line
+        is_within = of_kept.next_low <= of_there.centre <= of_kept.next_high
+        assert named["within"] == ("yes" if is_within else "no"), line
+        rows += 1
+    assert rows == part.count("\n| ") - 2

@@ -21,7 +21,10 @@ def varied_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[s
         else:
             shown.append(place)
     if len(shown) == 1 and same:
-        lines = [f"*{header[0]}* {', '.join(row[0] for row in rows)}.", ""]
+        separator = ", "
+        if any(separator in row[0] for row in rows):
+            separator = "; "
+        lines = [f"*{header[0]}* {separator.join(row[0] for row in rows)}.", ""]
     else:
         titles = [header[place] for place in shown]
         lines = markdown_table(titles, [[row[place] for place in shown] for row in rows])

@@ -21,6 +21,7 @@ from bench.commands.options import (
 )
 from bench.errors import GOOD, InputError, suggest
 from bench.forecast.link_presets import NCCL_LATENCY_S, PRESETS
+from bench.forecast.lora import DEFAULT_TARGETS, MATRICES, LoRA
 from bench.plan.cell import Cell, Device, Precision
 from bench.plan.matrix import OPTIMIZERS
 from bench.plan.models import HUGGING_FACE, SHAPES, SIZES, shape_of
@@ -54,6 +55,7 @@ NEEDS = {
     "reserve": "memory",
     "mfu": "peak",
     "plot": "batch",
+    "lora_targets": "lora_rank",
 }
 """Options that say more about another one."""
 SEARCHED = (
@@ -110,6 +112,10 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     option("--precision", choices=list(map(str, Precision)), required=True, help=words)
     words = "dtype of parameters, gradients and moments (default: fp32); bf16: without fp32 masters"
     option("--parameters", choices=["fp32", "bf16"], default="fp32", help=words)
+    words = "the model's weights are frozen, and LoRA's of this rank are trained"
+    option("--lora-rank", type=INTEGER, metavar="R", help=words)
+    words = f"matrices that have LoRA's beside them (default: {','.join(DEFAULT_TARGETS)})"
+    option("--lora-targets", metavar="NAMES", help=words)
     words = "(default: adamw-foreach)"
     option("--optimizer", choices=OPTIMIZERS, default="adamw-foreach", help=words)
     add_device(parser, Device.CUDA)
@@ -268,7 +274,8 @@ def _question(arguments: argparse.Namespace) -> Question:
     if link is not None:
         node_size = link.node_size
     cell = _cell_of_options(arguments, node_size)
-    compute = _compute_time(arguments, cell)
+    lora = _lora(arguments)
+    compute = _compute_time(arguments, cell, lora)
     return Question(
         cell=cell,
         link=link,
@@ -278,7 +285,21 @@ def _question(arguments: argparse.Namespace) -> Question:
         memory_bytes=memory or None,
         reserve_bytes=reserve,
         bf16_parameters=arguments.parameters == "bf16",
+        lora=lora,
     )
+
+
+def _lora(arguments: argparse.Namespace) -> LoRA | None:
+    """What is trained beside frozen weights. Raises InputError for targets that are unknown."""
+    rank, targets = arguments.lora_rank, DEFAULT_TARGETS
+    if rank is None:
+        return None
+    if arguments.lora_targets is not None:
+        targets = tuple(dict.fromkeys(arguments.lora_targets.split(",")))
+    for name in targets:
+        if name not in MATRICES:
+            raise InputError(f"--lora-targets: '{name}' is unknown; {suggest(name, MATRICES)}")
+    return LoRA(rank, targets)
 
 
 def _add_exact_peak(
@@ -290,6 +311,8 @@ def _add_exact_peak(
         raise InputError("--exact: measures one backend; name it with --backend")
     if arguments.model not in SIZES:
         raise InputError(f"--exact: measures shipped models alone: {', '.join(SIZES)}")
+    if arguments.lora_rank is not None:
+        raise InputError("--exact: no backend freezes weights; leave out --lora-rank")
     if arguments.parameters != "fp32":
         raise InputError("--exact: no backend trains without fp32 masters; leave out --parameters")
     rows[0]["exact_peak_bytes"] = exact_peak(cell, rows[0]["backend"])
@@ -324,7 +347,7 @@ def _check_needs(arguments: argparse.Namespace) -> None:
         remedy = "so give that too"
         if arguments.from_run and other == "link":
             remedy = "which --from-run replaces; leave it out"
-        raise InputError(f"{flag(name)}: says more about --{other}, {remedy}")
+        raise InputError(f"{flag(name)}: says more about {flag(other)}, {remedy}")
     if arguments.batch is not None:
         _check_batch(arguments)
     elif arguments.accumulate is None:
@@ -477,7 +500,7 @@ class ComputeTime:
     """FLOP/s of a rank's device; None if unknown."""
 
 
-def _compute_time(arguments: argparse.Namespace, cell: Cell) -> ComputeTime:
+def _compute_time(arguments: argparse.Namespace, cell: Cell, lora: LoRA | None) -> ComputeTime:
     from bench.forecast.estimate import GPU_EFFICIENCY
     from bench.forecast.prediction import compute_seconds
 
@@ -502,6 +525,6 @@ def _compute_time(arguments: argparse.Namespace, cell: Cell) -> ComputeTime:
         raise InputError(f"--peak: no {cell.precision} peak of {name} is known; {remedy}")
     if not 0 < mfu <= 1:
         raise InputError(f"--mfu: {100 * mfu:g} % is not above 0 % and at most 100 %")
-    seconds, flops = compute_seconds(cell, peak * mfu)
+    seconds, flops = compute_seconds(cell, peak * mfu, lora)
     source = f"{flops} at {100 * mfu:g} % of {peak / 1e12:g} TFLOP/s"
     return ComputeTime(seconds=seconds, source=source, peak_flops=peak)

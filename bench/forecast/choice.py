@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.forecast.fit import ReservedBytes, reserve
+from bench.forecast.lora import LoRA
 from bench.forecast.prediction import (
     Link,
     Prediction,
@@ -81,18 +82,24 @@ class Question:
     a GPU."""
     bf16_parameters: bool = False
     """Whether parameters, gradients and moments are bf16, without fp32 masters."""
+    lora: LoRA | None = None
+    """What is trained, if the model's own weights are frozen."""
+
+    def predict(self, cell: Cell, backends: Sequence[str]) -> list[Prediction]:
+        """The predictions of a cell with what is asked of its parameters."""
+        return predict(cell, backends, bf16_parameters=self.bf16_parameters, lora=self.lora)
 
     @property
     def flops_per_s(self) -> float:
         """The rate at which a rank computes, recomputation included."""
         assert self.compute_s is not None
-        seconds_at_one, _ = compute_seconds(self.cell, 1.0)
+        seconds_at_one, _ = compute_seconds(self.cell, 1.0, self.lora)
         return seconds_at_one / self.compute_s
 
     def step(self, prediction: Prediction) -> TimeEstimate:
         """The estimates of a step; its FLOP are computed at the rate of the cell asked for."""
         assert self.link is not None
-        compute, _ = compute_seconds(prediction.cell, self.flops_per_s)
+        compute, _ = compute_seconds(prediction.cell, self.flops_per_s, self.lora)
         return communication(prediction.traffic, self.link).beside(compute)
 
     def rates(self, cell: Cell, step: TimeEstimate) -> dict[str, list[float] | None]:
@@ -103,7 +110,7 @@ class Question:
         tokens = [tokens_per_s(cell, step.serial), tokens_per_s(cell, step.overlapped)]
         mfu = None
         if self.peak_flops is not None:
-            least_s = model_flops(cell) / self.peak_flops
+            least_s = model_flops(cell, self.lora) / self.peak_flops
             mfu = [least_s / step.serial, least_s / step.overlapped]
         return {"tokens_per_s": tokens, "mfu": mfu}
 
@@ -216,7 +223,7 @@ def answer(
       is clearly the best; ``may_be_fastest``: whether it may be faster than what leads;
       ``best_at``: the [N, W] of the table at which it is clearly the best, or as good.
     """
-    predictions = predict(question.cell, backends, bf16_parameters=question.bf16_parameters)
+    predictions = question.predict(question.cell, backends)
     equal = {}
     if grouped:
         equal = grouped_with(predictions)
@@ -352,7 +359,7 @@ def trade(question: Question, backends: Sequence[str], best: str) -> Trade | Non
     Larger micro-batches keep the global batch, so that there are fewer of them. They fit where a
     limit of memory is given, and without one where the best needs as much.
     """
-    predictions = predict(question.cell, backends, bf16_parameters=question.bf16_parameters)
+    predictions = question.predict(question.cell, backends)
     by_name = {}
     for prediction in predictions:
         if not prediction.is_missing and not prediction.defect:

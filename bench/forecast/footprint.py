@@ -25,6 +25,10 @@ the other branch and their product (4i); and one fp32 scalar per head and per no
 checkpointing a block keeps only its input, and saves the rest during its own backward; selectively,
 it also keeps what ``bench.backends.blocks`` names.
 
+With LoRA a frozen matrix saves no input of its own, and a frozen norm not what it normalized
+(``bench.forecast.lora``). The first block's input needs no gradient then, so that its first norm
+saves nothing.
+
 Short-lived and smaller tensors are left out, and so are the CUDA context, the allocator's rounding
 and fragments, what libraries allocate (cuBLAS, NCCL), and the tokens of all windows, which the
 bench itself holds.
@@ -41,6 +45,7 @@ from bench.backends.deepspeed import ZeroBackend
 from bench.backends.fsdp2 import FSDP2Backend
 from bench.backends.lightning import LightningBackend
 from bench.backends.plain import DDPBackend
+from bench.forecast.lora import LoRA
 from bench.judge import formulas, zero
 from bench.judge.offload import USES
 from bench.plan.categories import COPIED_TO_DEVICE, COPIED_TO_HOST, HELD, ON_HOST, PINNED
@@ -80,9 +85,20 @@ class Moment:
         return self.gradients + self.activations + self.temporaries
 
 
-def declined(cell: Cell, backend: type[Backend], *, bf16_parameters: bool = False) -> str:
+def declined(
+    cell: Cell,
+    backend: type[Backend],
+    *,
+    bf16_parameters: bool = False,
+    lora: LoRA | None = None,
+) -> str:
     """Why the memory of such a cell is not predicted; empty if it is."""
-    if bf16_parameters and (reason := _declined_bf16(backend)):
+    reason = ""
+    if lora is not None:
+        reason = _declined_lora(cell, backend)
+    if bf16_parameters:
+        reason = reason or _declined_bf16(backend)
+    if reason:
         return reason
     if cell.selective_checkpointing and model_of(cell).num_experts:
         return "there is no formula for what selective checkpointing keeps of experts"
@@ -104,6 +120,19 @@ def _declined_bf16(backend: type[Backend]) -> str:
     return ""
 
 
+def _declined_lora(cell: Cell, backend: type[Backend]) -> str:
+    """Why the memory of LoRA is not predicted; empty if it is."""
+    if model_of(cell).num_experts:
+        return "there is no formula for what frozen experts save"
+    if cell.selective_checkpointing:
+        return "there is no formula for what selective checkpointing keeps beside frozen weights"
+    if not issubclass(backend, DDPBackend | FSDP2Backend) or issubclass(backend, Offloading):
+        return "there is no formula for its frozen weights"
+    if issubclass(backend, FSDP2Backend) and backend.splits_root:
+        return "there is no formula for its frozen weights"
+    return ""
+
+
 def model_of(cell: Cell) -> LlamaSize:
     """The shape of the cell's model, which must be known."""
     found = shape_of(cell.model)
@@ -118,12 +147,14 @@ def footprint(
     held: Mapping[str, int],
     *,
     bf16_parameters: bool = False,
+    lora: LoRA | None = None,
 ) -> Footprint:
     """The memory of the fullest rank at its peak; ``held``: bytes as in ``Expectation.held``.
 
     With ``bf16_parameters`` there are no fp32 masters: parameters, gradients and moments are bf16.
+    With ``lora`` the layout is that of the frozen weights.
     """
-    sizes = TensorSizes(cell, layout, backend, bf16_parameters=bf16_parameters)
+    sizes = TensorSizes(cell, layout, backend, bf16_parameters=bf16_parameters, lora=lora)
     if issubclass(backend, ZeroBackend) and backend.stage == 2:
         moments = _zero2(sizes, backend, held)
     elif issubclass(backend, ZeroBackend):
@@ -135,7 +166,7 @@ def footprint(
     fixed = dict(held)
     if backend.sharding is Sharding.OPTIMIZER:
         # The rest is gathered, and freed by the last backward.
-        fixed["parameters"] = sizes.master * sizes.shard(layout)
+        fixed["parameters"] = sizes.master * sizes.shard(sizes.layout)
     at = max(moments, key=lambda moment: moment.total)
     changing = {
         "gradients": at.gradients,
@@ -149,10 +180,20 @@ class TensorSizes:
     """Sizes of a window's tensors: activations and work space in bytes, weights in elements."""
 
     def __init__(
-        self, cell: Cell, layout: Layout, backend: type[Backend], *, bf16_parameters: bool = False
+        self,
+        cell: Cell,
+        layout: Layout,
+        backend: type[Backend],
+        *,
+        bf16_parameters: bool = False,
+        lora: LoRA | None = None,
     ) -> None:
         self.cell = cell
-        self.layout = layout
+        self.lora = lora
+        self.layout = self.trained = layout
+        """All parameters, and those that are trained."""
+        if lora is not None:
+            self.layout, self.trained = lora.whole(layout), lora.trained(layout)
         self.backend = backend
         self.model = model_of(cell)
         self.tokens = cell.micro_batch_size * cell.sequence_length
@@ -210,8 +251,14 @@ class TensorSizes:
 
     @cached_property
     def norm(self) -> int:
-        """What a norm saves: its input in fp32, a scalar per token, and what it normalized."""
-        return self.tokens * (4 * self.model.hidden_size + 4) + self.stream
+        """What a norm saves: its input in fp32, a scalar per token, and what it normalized.
+
+        The latter is for the gradient of its weight.
+        """
+        saved = self.tokens * (4 * self.model.hidden_size + 4)
+        if self.lora is None:
+            saved += self.stream
+        return saved
 
     @cached_property
     def inner(self) -> int:
@@ -221,7 +268,15 @@ class TensorSizes:
     @cached_property
     def mlp(self) -> int:
         """Three gradients in the backward of an MLP, less the saved tensor that is freed then."""
-        return self.model.experts_per_token * (self.stream + 2 * self.inner)
+        num_inner = 2
+        if not self.saves_product:
+            num_inner = 3
+        return self.model.experts_per_token * (self.stream + num_inner * self.inner)
+
+    @property
+    def saves_product(self) -> bool:
+        """Whether the last matrix of an MLP keeps its input."""
+        return self.lora is None or "down_proj" in self.lora.targets
 
     @cached_property
     def block(self) -> int:
@@ -229,10 +284,19 @@ class TensorSizes:
         num_casts = 2  # what two norms return
         if self.autocast:
             num_casts = 5  # a copy of it for each product that reads it
+        if self.lora is not None:
+            num_casts = self.lora.num_inputs(each=self.autocast)
         casts = num_casts * self.tokens * self.element * self.model.hidden_size
         heads = self.element * 2 * (self.query + self.key) + 4 * self.model.num_heads
         in_heads = self.tokens * heads + self.head_norms
-        return 2 * self.norm + casts + in_heads + self.mlp_saved
+        return 2 * self.norm + casts + in_heads + self.mlp_saved + self.low_rank
+
+    @cached_property
+    def low_rank(self) -> int:
+        """What the first of LoRA's two matrices returns, for each target."""
+        if self.lora is None:
+            return 0
+        return self.tokens * self.element * self.lora.rank * len(self.lora.targets)
 
     @cached_property
     def head_norms(self) -> int:
@@ -240,7 +304,9 @@ class TensorSizes:
         if not self.model.norms_heads:
             return 0
         num_heads = self.model.num_heads + self.model.num_kv_heads
-        of_head = (4 + self.residual_element) * self.model.head_size + 4
+        of_head = 4 * self.model.head_size + 4
+        if self.lora is None:
+            of_head += self.residual_element * self.model.head_size
         return self.tokens * num_heads * of_head
 
     @cached_property
@@ -252,7 +318,7 @@ class TensorSizes:
         (transformers/integrations/moe.py:grouped_mm_experts_forward).
         """
         if not self.model.num_experts:
-            return 4 * self.inner
+            return (3 + self.saves_product) * self.inner
         ends = 2 * self.tokens * self.element * self.model.hidden_size
         router = 8 * self.tokens * self.model.num_experts
         return self.model.experts_per_token * (4 * self.inner + ends) + router
@@ -271,14 +337,19 @@ class TensorSizes:
     @cached_property
     def outside(self) -> int:
         """What is saved outside blocks: the last norm and its result, targets, rotary angles."""
-        last_norm = self.norm + self.tokens * self.element * self.model.hidden_size
+        last_norm = self.norm
+        if self.lora is None:
+            last_norm += self.tokens * self.element * self.model.hidden_size
         angles = 2 * self.cell.sequence_length * self.model.head_size * self.residual_element
         return last_norm + 8 * self.tokens + angles
 
     @cached_property
     def saved(self) -> int:
         """All that is saved after a forward."""
-        return self.num_blocks * self.kept + self.outside
+        without_gradient = 0
+        if self.lora is not None and not self.cell.activation_checkpointing:
+            without_gradient = self.norm
+        return self.num_blocks * self.kept + self.outside - without_gradient
 
     @cached_property
     def saved_after_block(self) -> int:
@@ -311,6 +382,13 @@ class TensorSizes:
         return self.model.vocab_size * self.model.hidden_size
 
     @cached_property
+    def trained_table(self) -> int:
+        """The same of what has a gradient."""
+        if self.lora is not None:
+            return 0
+        return self.table
+
+    @cached_property
     def num_table_gradients(self) -> int:
         """Gradients of tables at the end of a backward.
 
@@ -323,12 +401,14 @@ class TensorSizes:
     @cached_property
     def head(self) -> int:
         """The gradients of logits, head weight and residual stream."""
-        return self.element * (self.logits + self.table) + self.stream
+        return self.element * (self.logits + self.trained_table) + self.stream
 
     @cached_property
     def mlp_weight(self) -> int:
-        """Elements of the largest weight of an MLP; of experts, the first two are one tensor."""
+        """Elements of an MLP's largest weight that is trained; experts' first two are one tensor."""
         weight = self.model.hidden_size * self.model.intermediate_size
+        if self.lora is not None:
+            return self.lora.rank * self.model.intermediate_size
         if self.model.num_experts:
             return 2 * self.model.num_experts * weight
         return weight
@@ -338,7 +418,10 @@ class TensorSizes:
         """Copies of the blocks' weights that autocast makes and autograd saves."""
         if not self.autocast:
             return 0
-        return 2 * self.num_blocks * self.model.num_matrix_parameters  # not those of norms
+        casts = 2 * self.num_blocks * self.model.num_matrix_parameters  # not those of norms
+        if self.lora is not None:
+            casts += 2 * self.trained.num_parameters
+        return casts
 
     @cached_property
     def cast_head(self) -> int:
@@ -366,7 +449,7 @@ class TensorSizes:
 
 def _replicated(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     """DDP and a single process: parameters and gradients are whole, and weights are cast."""
-    whole, table = sizes.master * sizes.layout.num_parameters, sizes.master * sizes.table
+    whole, table = sizes.master * sizes.trained.num_parameters, sizes.master * sizes.trained_table
     before, end, of_head = sizes.before(held["gradients"]), whole, 0
     if issubclass(sizes.backend, DDPBackend) and sizes.backend.bucket_views:
         # Reduced gradients are views of the buckets, and the sums of a deferred reduction are
@@ -382,7 +465,7 @@ def _replicated(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]
     weight = sizes.master * sizes.mlp_weight
     if sizes.autocast:
         # The gradient of the cast is cast to fp32.
-        head = max(head, table + sizes.cast_head + sizes.stream)
+        head = max(head, table + 2 * sizes.trained_table + sizes.stream)
         weight = 6 * sizes.mlp_weight
     late = before
     if sizes.zeroes_late:
@@ -406,9 +489,7 @@ class UnitSizes:
     def __init__(self, sizes: TensorSizes, backend: type[FSDP2Backend]) -> None:
         layout = formulas.units_of(backend, sizes.layout)
         self.ranks = sizes.cell.group_size(RankGroup.SHARD)
-        padded = {}
-        for unit, of_unit in layout.units.items():
-            padded[unit] = formulas.padded(of_unit, self.ranks)
+        padded = self._padded(layout)
         self.element, self.master = sizes.element, sizes.master
         self.root = self.last = padded[ROOT]
         """``last``: the one that is reduced last."""
@@ -419,7 +500,14 @@ class UnitSizes:
         first."""
         if self.splits_root:
             self.last = padded[max(padded)]
-        self.shards = self.master * sizes.shard(layout)
+        self.trained_block, self.trained_last = self.block, self.last
+        """Of the block and of the last one, what is trained."""
+        trained = layout
+        if sizes.lora is not None:
+            trained = sizes.trained
+            of_units = self._padded(trained)
+            self.trained_block, self.trained_last = of_units[1], of_units.get(ROOT, 0)
+        self.shards = self.master * sizes.shard(trained)
         """Bytes of a rank's reduced gradients, as large as its parameters."""
         if sizes.offloads:
             self.shards = 0
@@ -435,6 +523,13 @@ class UnitSizes:
         if self.ranks > 1:
             self.ahead = self.current
 
+    def _padded(self, layout: Layout) -> dict[int, int]:
+        """The padded elements of each unit."""
+        found = {}
+        for unit, of_unit in layout.units.items():
+            found[unit] = formulas.padded(of_unit, self.ranks)
+        return found
+
     def reduction(self, unit: int) -> int:
         """The reduction of a unit: its gradients, unless they are sums already, and two buffers."""
         buffers = self.master * unit + self.master * unit // self.ranks
@@ -447,14 +542,14 @@ class UnitSizes:
         """The input of the last block's reduction, which lives until the next one."""
         if self.sums:
             return 0
-        return self.master * self.block
+        return self.master * self.trained_block
 
     @property
     def summed_last(self) -> int:
         """The sums of the last unit."""
         if not self.sums:
             return 0
-        return self.master * self.last
+        return self.master * self.trained_last
 
 
 def _fsdp2(
@@ -484,7 +579,7 @@ def _fsdp2_blocks(sizes: TensorSizes, units: UnitSizes, before: int) -> Iterator
     gathered, of_head, of_root = units.gathered, 0, 0
     is_cast = units.element < units.master
     if sizes.tied or is_cast or not units.sums:
-        of_head = units.element * sizes.table
+        of_head = units.element * sizes.trained_table
     if units.splits_root:
         in_reduction = sizes.stream + units.ahead + units.reduction(units.root)
         yield Moment("reduce", before, sizes.saved, in_reduction)
@@ -495,7 +590,7 @@ def _fsdp2_blocks(sizes: TensorSizes, units: UnitSizes, before: int) -> Iterator
     in_block = beside + units.current + units.element * sizes.mlp_weight + sizes.mlp
     yield Moment("block", before, sizes.saved_at(0), in_block + of_root)
     yield Moment("block", before, sizes.saved_at(1), in_block + units.reduced)
-    in_reduction = sizes.stream + beside + units.reduction(units.block)
+    in_reduction = sizes.stream + beside + units.reduction(units.trained_block)
     yield Moment("reduce", before, sizes.saved_after_block, in_reduction)
 
 
@@ -503,7 +598,7 @@ def _fsdp2_end(
     sizes: TensorSizes, units: UnitSizes, backend: type[FSDP2Backend], before: int
 ) -> Iterator[Moment]:
     """The end of the backward: the embedding, and the reduction of the last unit."""
-    all_but_last = max(0, units.shards - units.master * units.last // units.ranks)
+    all_but_last = max(0, units.shards - units.master * units.trained_last // units.ranks)
     at_end = before
     if sizes.is_single:
         at_end = all_but_last
@@ -520,12 +615,13 @@ def _fsdp2_end(
     num_tables = units.last // sizes.table
     if sizes.tied:
         num_tables = sizes.num_table_gradients
-    gradients = units.element * sizes.table * num_tables
+    gradients = units.element * sizes.trained_table * num_tables
     in_embedding = gradients + gathered + sizes.stream + units.reduced + within
     yield Moment("embedding", at_end - units.summed_last, 0, in_embedding)
     if units.sums:
         at_end = all_but_last
-    yield Moment("reduce", at_end, 0, units.reduction(units.last) + units.summed_last + within)
+    reduced = units.reduction(units.trained_last)
+    yield Moment("reduce", at_end, 0, reduced + units.summed_last + within)
 
 
 class Zero2Sizes:

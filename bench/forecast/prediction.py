@@ -35,6 +35,7 @@ from bench.forecast.footprint import (
     host_footprint,
     model_of,
 )
+from bench.forecast.lora import LoRA
 from bench.formatting import rate
 from bench.judge.formula_terms import NO_SETTINGS, Settings
 from bench.judge.formulas import BUILT_IN, Collective, Expectation, expect, layout_of, wire_bytes
@@ -43,6 +44,7 @@ from bench.workload.layout import Layout
 
 EQUAL = 0.02
 """Relative difference of memory and bytes up to which a wrapper equals what it wraps."""
+GATHER = "all_gather"
 COUNTED_N = 8
 """Collectives are counted up to this N; from N = 4 on, each further micro-batch adds the same."""
 
@@ -154,6 +156,8 @@ class Prediction:
     settings: Settings = field(default_factory=dict, hash=False)
     bf16_parameters: bool = False
     """Whether there are no fp32 masters: parameters, gradients and moments are bf16."""
+    lora: LoRA | None = None
+    """What is trained, if the weights of ``layout`` are frozen."""
 
     @property
     def name(self) -> str:
@@ -196,7 +200,9 @@ class Prediction:
         """Why there is no prediction although the backend runs this cell; empty if there is one."""
         if self.refusal:
             return ""
-        return declined(self.cell, self.backend, bf16_parameters=self.bf16_parameters)
+        return declined(
+            self.cell, self.backend, bf16_parameters=self.bf16_parameters, lora=self.lora
+        )
 
     @property
     def is_missing(self) -> bool:
@@ -212,12 +218,18 @@ class Prediction:
 
     @cached_property
     def expectation(self) -> Expectation:
+        if self.lora is None:
+            return self._expectation_of(self.layout)
+        trained = self._expectation_of(self.lora.trained(self.layout))
+        return beside_frozen(trained, self._expectation_of(self.lora.whole(self.layout)))
+
+    def _expectation_of(self, layout: Layout) -> Expectation:
         if self.bf16_parameters:
-            found = _expect(dataclasses.replace(self.cell, precision=Precision.FP32), self.layout)
+            found = _expect(dataclasses.replace(self.cell, precision=Precision.FP32), layout)
         elif self.settings:
-            found = expect(self.cell, self.layout, settings=self.settings)
+            found = expect(self.cell, layout, settings=self.settings)
         else:
-            found = _expect(self.cell, self.layout)
+            found = _expect(self.cell, layout)
         assert found is not None, "callers ask for none that is missing"
         if self.bf16_parameters:
             return in_half_size(found)
@@ -268,7 +280,12 @@ class Prediction:
         """A rank's memory at its peak, which is the same for all N from 2 on."""
         held = self.scaled(min(self.cell.accumulate, COUNTED_N // 2)).expectation.held
         return footprint(
-            self.cell, self.layout, self.backend, held, bf16_parameters=self.bf16_parameters
+            self.cell,
+            self.layout,
+            self.backend,
+            held,
+            bf16_parameters=self.bf16_parameters,
+            lora=self.lora,
         )
 
     @property
@@ -298,6 +315,14 @@ class Prediction:
         return *kind, self.refusal, self.not_predicted
 
 
+def beside_frozen(trained: Expectation, whole: Expectation) -> Expectation:
+    """What is held and sent if some of all parameters are trained; the others are gathered too."""
+    rows = [row for row in trained.collectives if row.op != GATHER]
+    rows += [row for row in whole.collectives if row.op == GATHER]
+    held = trained.held | {"parameters": whole.held["parameters"]}
+    return Expectation(collectives=tuple(sorted(rows, key=lambda row: row.op)), held=held)
+
+
 def in_half_size(expectation: Expectation) -> Expectation:
     """What is held and sent if parameters and gradients are bf16, not fp32; buffers stay."""
     rows = []
@@ -323,7 +348,11 @@ def sent_bytes(op: str, payload_bytes: int, ranks: int, device: Device) -> float
 
 
 def predict(
-    cell: Cell, backends: Sequence[str], *, bf16_parameters: bool = False
+    cell: Cell,
+    backends: Sequence[str],
+    *,
+    bf16_parameters: bool = False,
+    lora: LoRA | None = None,
 ) -> list[Prediction]:
     """One prediction per backend, without references, and without HSDP if there are no replicas."""
     layout = layout_of(cell)
@@ -339,7 +368,9 @@ def predict(
         if backend.replicate:
             replicas = cell.replicate
         trained = dataclasses.replace(cell, backend=backend.name, replicate=replicas)
-        found.append(Prediction(trained, backend, layout, bf16_parameters=bf16_parameters))
+        found.append(
+            Prediction(trained, backend, layout, bf16_parameters=bf16_parameters, lora=lora)
+        )
     return found
 
 
@@ -374,10 +405,18 @@ def grouped_with(predictions: Sequence[Prediction]) -> dict[str, str]:
     return found
 
 
-def model_flops(cell: Cell) -> float:
-    """Model FLOP of an optimizer step on a rank, without recomputation."""
+def model_flops(cell: Cell, lora: LoRA | None = None) -> float:
+    """Model FLOP of an optimizer step on a rank, without recomputation.
+
+    A frozen weight has no gradient, so a third of its products is left out.
+    """
     tokens = cell.accumulate * cell.micro_batch_size * cell.sequence_length
-    return model_of(cell).flops_per_token(cell.sequence_length) * tokens
+    size = model_of(cell)
+    per_token = size.flops_per_token(cell.sequence_length)
+    if lora is not None:
+        frozen = size.num_layers * size.num_active_parameters + size.vocab_size * size.hidden_size
+        per_token += 6 * lora.num_parameters(size) - 2 * frozen
+    return per_token * tokens
 
 
 def tokens_per_s(cell: Cell, seconds: float) -> float:
@@ -385,9 +424,9 @@ def tokens_per_s(cell: Cell, seconds: float) -> float:
     return cell.accumulate * cell.micro_batch_size * cell.sequence_length / seconds
 
 
-def compute_seconds(cell: Cell, flops_per_s: float) -> tuple[float, str]:
+def compute_seconds(cell: Cell, flops_per_s: float, lora: LoRA | None = None) -> tuple[float, str]:
     """Seconds of an optimizer step's compute on a rank at this rate, and its FLOP in words."""
-    size, flops = model_of(cell), model_flops(cell)
+    size, flops = model_of(cell), model_flops(cell, lora)
     tokens = cell.accumulate * cell.micro_batch_size * cell.sequence_length
     if not cell.activation_checkpointing:
         return flops / flops_per_s, f"{flops:.3g} FLOP"

@@ -176,6 +176,16 @@ def _names_by_text(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     return found
 
 
+def parameters_text(question: Question) -> str:
+    """What is asked of the parameters, after a comma; empty if they are all trained in fp32."""
+    text = ""
+    if question.bf16_parameters:
+        text += ", bf16 parameters without fp32 masters"
+    if question.lora is not None:
+        text += f", {question.lora}"
+    return text
+
+
 def setting_lines(question: Question) -> Iterator[str]:
     """What is trained on how many ranks; then link, compute and memory."""
     cell = question.cell
@@ -183,8 +193,7 @@ def setting_lines(question: Question) -> Iterator[str]:
         f"model {cell.model} ({model_of(cell).num_parameters / 1e9:.3g} G parameters), "
         f"{cell.precision}, {cell.optimizer}, {cell.device}"
     )
-    if question.bf16_parameters:
-        trained += ", bf16 parameters without fp32 masters"
+    trained += parameters_text(question)
     if cell.selective_checkpointing:
         trained += ", selective checkpointing"
     elif cell.activation_checkpointing:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.forecast.choice import Question
-from bench.forecast.prediction import Prediction, TimeEstimate, predict
+from bench.forecast.prediction import Prediction, TimeEstimate
 from bench.plan.cell import Cell
 
 CHECKPOINTING = {"none": (False, False), "selective": (True, True), "full": (True, False)}
@@ -104,7 +104,7 @@ def _combinations(question: Question, batch: int, backends: Sequence[str]) -> It
                 activation_checkpointing=is_on,
                 selective_checkpointing=is_selective,
             )
-            for prediction in predict(cell, backends, bf16_parameters=question.bf16_parameters):
+            for prediction in question.predict(cell, backends):
                 if prediction.is_missing or prediction.defect:
                     continue
                 if is_on and prediction.backend.refuses.checkpointed:

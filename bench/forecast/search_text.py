@@ -11,6 +11,7 @@ from bench.forecast.prediction_text import (
     device_word,
     fits_text,
     limits,
+    parameters_text,
     rates_text,
     reserve_text,
 )
@@ -37,7 +38,8 @@ def search_lines(question: Question, found: Search) -> Iterator[str]:
     yield ""
     tokens = cell.global_batch_size * cell.sequence_length
     yield (
-        f"model {cell.model}, {cell.precision}, {cell.optimizer}, {cell.device}, W = "
+        f"model {cell.model}, {cell.precision}, {cell.optimizer}, {cell.device}"
+        f"{parameters_text(question)}, W = "
         f"{cell.world_size}: B = {cell.global_batch_size} samples of {cell.sequence_length} "
         f"tokens, {tokens / 1e6:.3g} M tokens, per optimizer step."
     )

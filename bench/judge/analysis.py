@@ -17,7 +17,14 @@ import pandas as pd
 from bench.errors import InputError
 from bench.findings import Finding
 from bench.judge.baseline import baseline_of, control_of, pairs_with_baseline
-from bench.judge.caveats import caveats, limits, remarks, suspect, ways_of_bf16
+from bench.judge.caveats import (
+    against_the_copy,
+    caveats,
+    limits,
+    remarks,
+    suspect,
+    ways_of_bf16,
+)
 from bench.judge.columns import COLUMNS, FRAMES
 from bench.judge.gates import known_defect
 from bench.judge.loading import Run, load
@@ -279,7 +286,7 @@ class Analysis:
     @property
     def remarks(self) -> list[str]:
         """What stands beside all numbers."""
-        return self.suspicion + self.remarks_on_cells
+        return self.suspicion + self.doubts + self.remarks_on_cells
 
     @cached_property
     def suspicion(self) -> list[str]:
@@ -287,6 +294,11 @@ class Analysis:
         if self.control is None or self.control.time is None:
             return []
         return suspect(self.control.a, self.control.time)
+
+    @cached_property
+    def doubts(self) -> list[str]:
+        """Verdicts that are other ones beside the copy of the A/A pair."""
+        return [found.text for found in against_the_copy(self.pool, self.control, self.verdicts)]
 
     @cached_property
     def remarks_on_cells(self) -> list[str]:

@@ -23,7 +23,7 @@ from bench.judge.as_benched import AS_BENCHED, as_benched
 from bench.judge.baseline import percent, widest
 from bench.judge.formulas import not_covered
 from bench.judge.loading import Run
-from bench.judge.pairs import ComparedPair
+from bench.judge.pairs import ComparedPair, Pair, judge_pairs
 from bench.judge.pool import Pool
 from bench.judge.run_spread import spread_of
 from bench.judge.statistics import MIN_TRIALS, Interval
@@ -53,6 +53,7 @@ GLOO_SCATTERS = (
     "so what deferring saves is partly gloo's own cost"
 )
 """What limits times of backends that reduce-scatter on CPUs; docs/settings.md says how much."""
+DIFFERENT = frozenset({Verdict.FASTER, Verdict.SLOWER})
 CONTROL, VERDICTS, OTHER_DAYS = "A/A pair", "verdicts", "other days"
 """Topics; the last is what another day may change."""
 UNTRACKED_BYTES, UNTRACKED_SHARE = 4 * 2**20, 0.25
@@ -92,6 +93,7 @@ def limits(pool: Pool, control: ComparedPair | None, rows: Sequence[ComparedPair
         *_nodes(run),
         *_blocks(run, timed),
         *_control(control, timed),
+        *against_the_copy(pool, control, rows),
     ]
     if not timed:
         of_times = [replace(finding, brief="") for finding in of_times]
@@ -412,6 +414,29 @@ def suspect(cell: Cell, control: Interval) -> list[str]:
         f"the A/A pair, {cell.label} twice, is off: {control.words}; distrust all times of "
         "this run: no cell is called faster, slower or the same"
     ]
+
+
+def against_the_copy(
+    pool: Pool, control: ComparedPair | None, rows: Sequence[ComparedPair]
+) -> Iterator[Finding]:
+    """Verdicts that are other ones if the baseline's cell is replaced by its copy of the A/A pair.
+
+    That pair is of one cell. So ``rows`` with another baseline, N, world size or precision are not
+    tried.
+    """
+    if control is None or control.time is None or is_off(control.time):
+        return
+    tried = [row for row in rows if row.a == control.a and row.is_judged]
+    pairs = [Pair(a=control.b, b=row.b, name=row.name) for row in tried]
+    again = judge_pairs(pool, pool, pairs, control=control.time)
+    for row, other in zip(tried, again, strict=True):
+        if row.verdict not in DIFFERENT or other.verdict is row.verdict or other.time is None:
+            continue
+        text = (
+            f"{row.b.label} is {row.verdict} than {row.a.backend}, and {other.verdict} "
+            f"beside its A/A copy: {other.time.words}"
+        )
+        yield warning(CONTROL, text, cells=(row.b.cell_id,), brief=text)
 
 
 def _other_days(

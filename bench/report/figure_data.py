@@ -142,6 +142,14 @@ class FigureData:
             texts.append(text)
         return "; ".join(texts)
 
+    def _remarks(self, *, timed: bool, ratios: bool) -> list[str]:
+        remarks = self.analysis.remarks_on_cells
+        if timed or ratios:
+            remarks = self.analysis.doubts + remarks
+        if ratios:
+            remarks = self.analysis.suspicion + remarks
+        return remarks
+
     def figure_words(
         self,
         title: str,
@@ -154,16 +162,14 @@ class FigureData:
 
         One of times shows no virtual worlds, and has no caveat on them; its times are means over
         all runs, unless it is of the first alone. One of ratios says whether the A/A pair is off.
+        Both say which verdicts are other ones beside its copy.
         """
         worlds = self.contestants["world"].unique()
         kinds = {world.label for world in worlds}
         notes = []
         if timed:
             notes += self.untimed()
-        remarks = self.analysis.remarks_on_cells
-        if ratios:
-            remarks = self.analysis.suspicion + remarks
-        notes += [f"{text}." for text in remarks]
+        notes += [f"{text}." for text in self._remarks(timed=timed, ratios=ratios)]
         num_runs = len(self.analysis.pool.runs)
         if of_first and num_runs > 1:
             notes.append(f"The trials are those of the first of {num_runs} runs.")

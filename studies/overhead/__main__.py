@@ -75,7 +75,9 @@ def fixed(arguments: list[str]) -> dict[str, dict[str, Any]]:
         names = ("enable", "only", "disable-gc", f"json={report}", "columns=median,rounds")
         options = ["--all", *(f"--benchmark-{name}" for name in names), *arguments]
         subprocess.run(
-            [sys.executable, "-m", "pytest", "studies/overhead", *options], check=True, cwd=ROOT
+            [sys.executable, "-m", "pytest", "-p", "tests.conftest", "studies/overhead", *options],
+            check=True,
+            cwd=ROOT,
         )
         timed = json.loads(report.read_text())["benchmarks"]
     return {

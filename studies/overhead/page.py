@@ -75,24 +75,22 @@ def _loops(loops: Mapping[str, Any]) -> Iterator[str]:
     yield (
         "The [bare loops](../studies/overhead/bare.py) use nothing of the bench but model, weights, tokens and loss: "
         f"Llama `tiny`, {bare.LENGTH} tokens, micro-batch {bare.MICRO_BATCH}, N = {bare.N}, fp32, {bare.RANKS} ranks "
-        "over gloo with one thread each. Two groups of processes train the same windows in turn, one with the "
-        "processes of a trial, the other with those of torch elastic alone. One trains the bench's loop and the "
-        "other the bare loop, then they change places. So `bench / bare` compares the loops, and "
-        "`trial / torchrun` the processes. The losses of all windows are bitwise equal. A group counts as its "
-        "median window, and ratios are estimated as in reports, paired by group. The process that watches the "
-        f"trial took at most {100 * watching:.2f} % of one core."
+        "over gloo with one thread each. Two groups of processes, those of a trial and those of torch elastic alone, "
+        "train the same windows in turn, one by the bench's loop and one by the bare loop; then they change places. So "
+        "`bench / bare` compares the loops, and `trial / torchrun` the processes. All losses are bitwise equal. Ratios "
+        "are of median windows, paired by group. The process that watches the trial took at most "
+        f"{100 * watching:.2f} % of one core."
     )
     yield ""
     least, most = min(reported, key=reported.__getitem__), max(reported, key=reported.__getitem__)
     yield (
-        "A window lasts until the loop asks for the next micro-batch, the step that the bench reports from update to "
-        "update. Both are maxima over ranks, so steps are longer where ranks leave an update at different times: here "
-        f"from {reported[least]:.4f} ({least}) to {reported[most]:.4f} ({most}) of the window."
+        "A window ends where the loop asks for the next micro-batch. The step that the bench reports, from update to "
+        f"update, is from {reported[least]:.4f} ({least}) to {reported[most]:.4f} ({most}) of the window, longer where "
+        "ranks leave an update at different times."
     )
     yield ""
     yield (
-        f"*Within {100 * BOUND:g} %* is yes if the whole first interval is, no if none of it is, else undecided. "
-        "`check` names these ratios where a run has such backends on the CPU."
+        f"*Within {100 * BOUND:g} %* is yes if the whole first interval is, no if none of it is, else undecided."
     )
     yield ""
     interval = "95 % interval"
@@ -148,7 +146,7 @@ def _times(data: Mapping[str, Any], last: Mapping[str, Any]) -> Iterator[str]:
         if last
         else ""
     )
-    yield f"Medians of wall time, where nothing else is said. {since}".rstrip()
+    yield f"Medians of wall time unless said otherwise. {since}".rstrip()
     yield ""
     rows = [
         (

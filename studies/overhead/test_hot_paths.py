@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import matplotlib.style
 import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+from torch import nn
 
 from bench.backends.base import registry
 from bench.errors import BAD, GOOD
@@ -17,7 +20,9 @@ from bench.judge import tables
 from bench.judge.analysis import Analysis
 from bench.judge.loading import Run
 from bench.launch.launcher import Launcher
+from bench.measure.final_state import FinalState
 from bench.measure.taps import EventKind, Taps
+from bench.measure.update import change_from, compare, save, sizes_of
 from bench.plan.cell import Device, Status
 from bench.plan.expand import expand
 from bench.plan.task import Spec
@@ -26,12 +31,17 @@ from bench.report.answer import answer
 from bench.report.curves import draw_step_time
 from bench.run.journal import Journal
 from tests.conftest import bench
-from tests.factories import judged_run, make_manifest, make_matrix, make_record
+from tests.factories import (
+    judged_run,
+    make_manifest,
+    make_matrix,
+    make_record,
+    manifest_of,
+    parsed_records,
+)
 from tests.factories import make_cell as cell_of
 from tests.pages import report, write_large_run
 
-Timed = Callable[..., Any]
-"""The fixture of pytest-benchmark."""
 EVENTS, BACKENDS, REPEATS = 1000, ("ddp-deferred", "ddp-eager", "fsdp2-eager", "fsdp2-deferred"), 10
 
 
@@ -64,7 +74,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_large_run(tmp_path_factory.mktemp("large") / "run")
 
 
-def test_thousand_tapped_steps(benchmark: Timed) -> None:
+def test_thousand_tapped_steps(benchmark: BenchmarkFixture) -> None:
     def record() -> Taps:
         taps = Taps(mark=time.perf_counter)
         for _ in range(EVENTS):
@@ -75,7 +85,7 @@ def test_thousand_tapped_steps(benchmark: Timed) -> None:
 
 
 def test_one_append_to_the_journal(
-    benchmark: Timed, records: list[dict[str, Any]], tmp_path: Path
+    benchmark: BenchmarkFixture, records: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     journal = Journal(tmp_path)
     benchmark(journal.append, records[1])
@@ -83,7 +93,7 @@ def test_one_append_to_the_journal(
 
 
 def test_reading_the_journal(
-    benchmark: Timed, records: list[dict[str, Any]], tmp_path: Path
+    benchmark: BenchmarkFixture, records: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     journal = Journal(tmp_path)
     for record in records[:20]:
@@ -92,18 +102,20 @@ def test_reading_the_journal(
     assert len(benchmark(journal.read)) == 200
 
 
-def test_planning_ten_thousand_cells(benchmark: Timed) -> None:
-    powers = [2**n for n in range(25)]
-    batch = {"workload.global_batch_size": 2**49}
-    matrix = make_matrix(batch, backend="all", accumulate=powers, world_size=powers)
-    assert len(benchmark(expand, matrix, registry(), 0)) > 10_000
+def test_planning_ten_thousand_cells(benchmark: BenchmarkFixture) -> None:
+    powers = [2**n for n in range(15)]
+    batch = {"workload.global_batch_size": 2**24}
+    axes = {"accumulate": powers, "world_size": powers[:10], "precision": ["fp32", "bf16"]}
+    matrix = make_matrix(batch, backend="all", **axes)
+    assert len(benchmark(expand, matrix, registry(), 0).cells) > 10_000
 
 
-def test_building_the_tables(benchmark: Timed, records: list[dict[str, Any]]) -> None:
-    assert len(benchmark(tables.build, records, make_manifest()).trials) == len(records)
+def test_building_the_tables(benchmark: BenchmarkFixture, records: list[dict[str, Any]]) -> None:
+    parsed, manifest = parsed_records(records), manifest_of(make_manifest())
+    assert len(benchmark(tables.build, parsed, manifest).trials) == len(records)
 
 
-def test_drawing_one_plot(benchmark: Timed, data: Analysis, tmp_path: Path) -> None:
+def test_drawing_one_plot(benchmark: BenchmarkFixture, data: Analysis, tmp_path: Path) -> None:
     def draw() -> Path:
         with matplotlib.style.context(list(style.BASE)):
             (drawing,) = draw_step_time(figure_data.FigureData(data))
@@ -112,7 +124,7 @@ def test_drawing_one_plot(benchmark: Timed, data: Analysis, tmp_path: Path) -> N
     assert benchmark(draw).stat().st_size
 
 
-def test_verdicts_against_every_baseline(benchmark: Timed, run: Run) -> None:
+def test_verdicts_against_every_baseline(benchmark: BenchmarkFixture, run: Run) -> None:
     def verdicts() -> list[int]:
         data = Analysis(run=run)
         return [len(data.against(name)) for name in data.baselines]
@@ -120,17 +132,19 @@ def test_verdicts_against_every_baseline(benchmark: Timed, run: Run) -> None:
     assert len(benchmark(verdicts)) == len(BACKENDS)
 
 
-def test_writing_the_page(benchmark: Timed, data: Analysis, drawn: list[Path]) -> None:
+def test_writing_the_page(benchmark: BenchmarkFixture, data: Analysis, drawn: list[Path]) -> None:
     assert f"<h1><bdi>{data.run.name}" in benchmark(page.render, data, answer(data), drawn)
 
 
 @pytest.mark.benchmark(timer=time.process_time)
-def test_report_of_500_cells_in_cpu_seconds(benchmark: Timed, large: Path) -> None:
+def test_report_of_500_cells_in_cpu_seconds(benchmark: BenchmarkFixture, large: Path) -> None:
     status, _ = benchmark.pedantic(report, (large,), rounds=1)
     assert status == 0
 
 
-def test_opening_the_page_of_500_cells_until_it_can_be_used(benchmark: Timed, large: Path) -> None:
+def test_opening_the_page_of_500_cells_until_it_can_be_used(
+    benchmark: BenchmarkFixture, large: Path
+) -> None:
     api = pytest.importorskip(
         "playwright.sync_api", reason="playwright is not installed: nox -s browser installs it"
     )
@@ -156,8 +170,58 @@ def test_opening_the_page_of_500_cells_until_it_can_be_used(benchmark: Timed, la
         browser.close()
 
 
+LARGE = 10**8
+"""Parameters in fp32 that are checked; what a check costs is proportional to them."""
+
+
+class Square(nn.Module):
+    """One matrix of LARGE elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(math.isqrt(LARGE), math.isqrt(LARGE)))
+
+
 @pytest.mark.slow
-def test_warm_trial_of_two_small_windows(benchmark: Timed, tmp_path: Path) -> None:
+@pytest.mark.benchmark(timer=time.process_time)
+def test_checking_an_update_of_1e8_parameters_in_cpu_seconds(
+    benchmark: BenchmarkFixture, tmp_path: Path
+) -> None:
+    """The whole gate: the difference from before, and its deviation from the reference's."""
+    model, reference = Square(), tmp_path / "reference.safetensors"
+    after = {"weight": model.weight.detach() + 1}
+    save(dict(change_from(model, after, "a backend")), reference, sizes_of(model))
+
+    def check() -> float:
+        return compare(change_from(model, after, "a backend"), reference, torch.device("cpu"))[
+            "error"
+        ]
+
+    assert benchmark.pedantic(check, rounds=3, warmup_rounds=1) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.benchmark(timer=time.process_time)
+def test_reading_the_final_state_of_1e8_parameters_in_cpu_seconds(
+    benchmark: BenchmarkFixture, tmp_path: Path
+) -> None:
+    """Projections of the parameters and of AdamW's two moments, on one rank."""
+    model = Square()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    end = FinalState(tmp_path / "reference.safetensors")
+    end.built(model)
+    backend = registry()["ddp-deferred"]()
+
+    def read() -> dict[str, object]:
+        return end.read(backend, [optimizer], {}, torch.device("cpu"), whole=False)
+
+    assert benchmark.pedantic(read, rounds=3, warmup_rounds=1)["steps"] == 1
+
+
+@pytest.mark.slow
+def test_warm_trial_of_two_small_windows(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     cell = cell_of(model="micro", warmup_windows=1, timed_windows=1)
     spec = Spec(
         cell=cell,
@@ -171,7 +235,7 @@ def test_warm_trial_of_two_small_windows(benchmark: Timed, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_smoke_run(benchmark: Timed, tmp_path: Path) -> None:
+def test_smoke_run(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     done = benchmark.pedantic(
         bench, ("run", "--matrix", "smoke", "--out", "out"), {"cwd": tmp_path}, rounds=1
     )
@@ -179,7 +243,7 @@ def test_smoke_run(benchmark: Timed, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_semantics_suite(benchmark: Timed, tmp_path: Path) -> None:
+def test_semantics_suite(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     done = benchmark.pedantic(
         bench, ("semantics", "--suite", "--out", "out"), {"cwd": tmp_path}, rounds=1
     )

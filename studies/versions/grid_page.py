@@ -28,13 +28,12 @@ NAMES = {
 }
 INTRODUCTION = """## Weights of micro-batches by version
 
-Two windows of N = 4 micro-batches, each with a weight of its own, SGD with learning rate 1, one process, gloo, CPU. \
-Right is 1/4 for each. Anything else is written out: the weights of the first window, and those of the second where \
-they differ. Each version was installed on top of the project's environment, of which it has all other packages \
-(versions of transformers 4 also get the Accelerate of their time); torch is {torch}, the only CPU build that could be \
-had. `offload` is `offload_optimizer` on the CPU. Lightning's strategy asks for CUDA, so a subclass replaces the three \
-methods that do. Written by `nox -s versions -- --weights`; [version-weights.jsonl](version-weights.jsonl) has the \
-records with dates.
+Two windows of N = 4 micro-batches, SGD with learning rate 1, one process over gloo on the CPU. Right is 1/4 for each; \
+other weights are those of the first window, and those of the second where they differ. Each version was installed on \
+top of the project's environment (versions of transformers 4 with the Accelerate of their time); torch is {torch}, the \
+only CPU build that could be had. `offload` is `offload_optimizer` on the CPU. Lightning's strategy asks for CUDA, so \
+a subclass replaces the three methods that do. `nox -s versions -- --weights` measures them, and \
+[version-weights.jsonl](version-weights.jsonl) has the records with dates.
 """
 RAISES = "raises"
 
@@ -62,7 +61,8 @@ def cell(record: Record) -> str:
     if record.error:
         return "not measured"
     if isinstance(record.measured, str):
-        return f"{RAISES} {record.measured.split('. ')[0].rstrip('.')}"
+        raised = record.measured.split(". ")[0].partition(", but found ")[0]
+        return f"{RAISES} {raised.rstrip('.')}"
     return "right" if record.is_right else f"**{spelled(record.measured)}**"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from pathlib import Path
 
 from packaging.version import Version
@@ -13,29 +12,33 @@ from pydantic import TypeAdapter
 
 from bench.audit.monitor_grid import MICRO_BATCH_S, OPTIMIZER_S
 from bench.tabular import markdown_table
+from tests.varied_table import varied_table
 
 INTRODUCTION = """# Versions, and what they do under accumulation
 
-Written by `nox -s versions`; `nox -s versions -- --smoke` measures the first table again, and `nox -s versions -- \
-lightning==2.2.0` one version of the second.
+Written by `nox -s versions`; `-- --smoke` measures the first table again, and `-- lightning==2.2.0` one version of \
+the second.
 
 ## Lowest and newest versions
 
 The matrix `smoke` ran every backend once with the lowest torch that `pyproject.toml` allows and with the newest one \
-tested, each with the other packages at their lowest and at their newest. pip installed them, with all that they \
-require. A backend whose packages are too old must say so before it trains (`unsupported`).
+tested, each with the other packages at their lowest and at their newest. A backend whose packages are too old must \
+say so before it trains (`unsupported`).
 """
 ACCUMULATION = f"""## Behaviour under accumulation
 
-Each version was installed alone (`pip install --no-deps`) on top of the project's environment, so all ran with the \
-same torch; Lightning also gets a setuptools below 81, for the pkg_resources that old versions import. Rates are those \
-of ThroughputMonitor on a virtual clock (`bench/audit/monitor.py`: {MICRO_BATCH_S:g} s per micro-batch and \
-{OPTIMIZER_S:g} s per optimizer step), and the ratio is the logged samples/s divided by the true ones. DeepSpeed \
-trains one weight per micro-batch by SGD with learning rate 1, in one process over gloo on the CPU. **Bold** is not \
-what a user would want, though it may be a documented default.
+Each version was installed alone (`pip install --no-deps`) on top of the project's environment; Lightning also got a \
+setuptools below 81, for the pkg_resources that old versions import. A ratio is the samples/s that ThroughputMonitor \
+logged, divided by the true ones, on a virtual clock ({MICRO_BATCH_S:g} s per micro-batch, {OPTIMIZER_S:g} s per \
+optimizer step). DeepSpeed trains one weight per micro-batch by SGD with learning rate 1, in one process over gloo on \
+the CPU. **Bold** is not what a user would want, though it may be a documented default. [versions.json](versions.json) \
+has what is the same in all versions, such as [wrong rates](claims.md#throughputmonitor), and 0.25 from ZeRO-3 where \
+grad_accum_dtype is not set.
 """
 IN_WEIGHTS = "micro-batches in each update"
 """A finding that the section on weights has of more versions."""
+RUNS_HERE = "runs here"
+"""The first finding of each package, which has all its versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,28 +123,51 @@ def markdown(entries: Sequence[Entry], smokes: Sequence[Smoke], weights: str) ->
     if len(environments) == 1:
         measured_on = [f"{words}." for words in environments]
     header = [*(smokes[0].packages if smokes else ()), "Python", "date", "result", "good"]
-    runs = [
-        [*smoke.packages.values(), smoke.python, smoke.date, smoke.result, _yes(smoke.good)]
-        for smoke in smokes
-    ]
-    lines = [INTRODUCTION, *markdown_table(header, runs)]
+    lines = [INTRODUCTION, *varied_table(header, ends(smokes))]
     lines += [ACCUMULATION, *measured_on, ""]
-    # Neighbouring versions with the same measurement share a row, and each finding is named once.
-    shared: list[list[str]] = []
-    last = ""
-    for (package, finding, measured, good), alike in groupby(
-        rows(entries), lambda row: (*row[:2], *row[3:])
-    ):
-        if IN_WEIGHTS in finding:
-            continue
-        named = f"{package}, {finding}"
-        versions = ", ".join(row[2] for row in alike)
-        text = measured.split(". ")[0]
-        shown = text if good == _yes(True) else f"**{text}**"
-        shared.append(["" if named == last else named, versions, shown])
-        last = named
-    lines += markdown_table(["package, finding", "versions", "measured"], shared)
+    lines += markdown_table(["finding", "versions", "measured"], behaviour(entries))
     return "\n".join([*lines, weights])
+
+
+def ends(smokes: Sequence[Smoke]) -> list[list[str]]:
+    """A row for the runs with one torch that ended alike, with all versions of the other packages."""
+    alike: dict[tuple[str, ...], list[list[str]]] = {}
+    for smoke in smokes:
+        torch, *others = smoke.packages.values()
+        ended = torch, smoke.python, smoke.date, smoke.result, _yes(smoke.good)
+        alike.setdefault(ended, []).append(others)
+    return [
+        [torch, *(" and ".join(dict.fromkeys(each)) for each in zip(*others, strict=True)), *ended]
+        for (torch, *ended), others in alike.items()
+    ]
+
+
+def behaviour(entries: Sequence[Entry]) -> list[tuple[str, str, str]]:
+    """What differs between versions: findings, versions, and what was measured; findings that are alike share rows.
+
+    Each package is named with its first finding, which has all its versions.
+    """
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for package, finding, version, measured, good in rows(entries):
+        if IN_WEIGHTS not in finding:
+            text = measured.split(". ")[0]
+            shown = text if good == _yes(True) else f"**{text}**"
+            found.setdefault((package, finding), {}).setdefault(shown, []).append(version)
+    shared: dict[tuple[str, tuple[tuple[str, str], ...]], list[str]] = {}
+    for (package, finding), by_text in found.items():
+        measured_in = tuple((text, ", ".join(versions)) for text, versions in by_text.items())
+        shared.setdefault((package, measured_in), []).append(finding)
+    table = []
+    for (package, measured_in), findings in shared.items():
+        title = "; ".join(findings)
+        if RUNS_HERE in findings:
+            title = f"{package}, {title}"
+        elif len(measured_in) == 1:
+            continue
+        for text, versions in measured_in:
+            table.append((title, versions, text))
+            title = ""
+    return table
 
 
 def _yes(good: bool) -> str:
@@ -160,4 +186,4 @@ def rows(entries: Sequence[Entry]) -> list[tuple[str, str, str, str, str]]:
 
 def _installed(entry: Entry) -> VersionFact:
     asked = f"; its metadata asks for {', '.join(entry.departures)}" if entry.departures else ""
-    return VersionFact("runs here", entry.error or f"yes{asked}", not entry.error)
+    return VersionFact(RUNS_HERE, entry.error or f"yes{asked}", not entry.error)

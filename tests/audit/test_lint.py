@@ -572,6 +572,61 @@ def test_commands_of_a_script(tmp_path: Path) -> None:
     )
 
 
+SWIFT = """
+swift {command} --model Qwen/Qwen3-8B {options} --dataset 'AI-ModelScope/alpaca#500' \\
+  --torch_dtype bfloat16 --learning_rate 1e-5 --save_total_limit 2 --load_from_cache_file true
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "found"),
+    [
+        ("sft", "--tuner_type full --gradient_accumulation_steps 16", ["ACC01"]),
+        ("sft", "--train_type full --gradient_accumulation_steps 16", ["ACC01"]),
+        ("pt", "--sft_type full --gradient_accumulation_steps 16", ["ACC01"]),
+        ("sft", "--tuner_type full", []),  # N is what makes 16 samples of all ranks
+        ("sft", "--gradient_accumulation_steps 16", []),  # LoRA
+        ("rlhf", "--rlhf_type dpo --max_steps 9 --num_train_epochs 1", ["STP04"]),
+        ("sft", "--max_steps 4", []),  # the first step is logged, and then each fifth
+    ],
+)
+def test_ms_swift_has_defaults_of_its_own(
+    tmp_path: Path, command: str, options: str, found: list[str]
+) -> None:
+    """swift/trainers/arguments.py and swift/arguments/sft_args.py of ms-swift."""
+    path = tmp_path / "train.sh"
+    path.write_text(SWIFT.format(command=command, options=f"{options} --dataset_num_proc 4"))
+    for samples in (None, 64):
+        options_of_lint = LintOptions(deepspeed=NEW, samples=samples, world_size=2)
+        assert codes(lint([path], options_of_lint)) == found
+
+
+@pytest.mark.parametrize("key", ["packing: true", "num_generations: 8", "max_epochs: 1"])
+def test_an_epoch_of_other_samples_is_not_counted(tmp_path: Path, key: str) -> None:
+    """With packed samples, or several of each prompt, --samples says nothing on the steps."""
+    path = tmp_path / "config.yaml"
+    text = "per_device_train_batch_size: 8\ngradient_accumulation_steps: 8\nwarmup_steps: 100\n"
+    for also, found in (("", ["LOG01", "STP05"]), (key, [])):
+        path.write_text(f"{text}num_train_epochs: 1\n{also}\n")
+        options = LintOptions(deepspeed=NEW, samples=640, world_size=1)
+        assert codes(lint([path], options)) == found
+
+
+def test_a_command_that_leaves_n_to_accelerate_is_not_refused(tmp_path: Path) -> None:
+    """Its program may be another than the Trainer; one that gives another N is refused."""
+    config = CORPUS["bases"]["accelerate"] | {
+        "distributed_type": "DEEPSPEED",
+        "deepspeed_config": {"zero_stage": 2, "gradient_accumulation_steps": 8},
+    }
+    (tmp_path / "ds.yaml").write_text(yaml.safe_dump(config))
+    path = tmp_path / "train.sh"
+    command = "accelerate launch --config_file ds.yaml main.py --per_device_train_batch_size 2"
+    for options, is_refused in (("", False), (" --gradient_accumulation_steps 4", True)):
+        path.write_text(f"{command} --do_train --num_train_epochs 2{options}\n")
+        found = codes(lint([path], LintOptions(deepspeed=NEW)))
+        assert ("MIS01" in found) is is_refused
+
+
 def test_json_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
     """Comments, trailing commas and placeholders, as hjson has them; a key given twice is refused."""
     hjson = pytest.importorskip("hjson")

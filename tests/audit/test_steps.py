@@ -293,6 +293,25 @@ PUBLISHED = [
     (396_746, 3, 4, 4, 8, 9297),  # modelscope/ms-swift #4366
     (8 * 5498, 1, 8, 4, 7, 196),  # huggingface/open-r1 #483, with 8 generations of each prompt
     (23_256, 1, 1, 4, 1, 5814),  # haotian-liu/LLaVA #1670, by its 23,256 micro-batches
+    (14_339, 3, 8, 8, 1, 672),  # zjunlp/DeepKE #402, with the N of its script
+    (
+        7 * 8031,
+        1,
+        1,
+        4,
+        7,
+        2007,
+    ),  # StarsfieldAI/R1-V #122, with as many generations of a prompt as ranks, as it needs
+    (
+        4 * 1283,
+        1,
+        1,
+        1,
+        4,
+        1283,
+    ),  # huggingface/trl #3442: of the generations that 4 ranks can have, 4 fit
+    (72 * 800_000, 1, 3, 1, 24, 800_000),  # huggingface/trl #3165: of the divisors of 72, 72 fits
+    (698, 3, 2, 4, 4, 66),  # huggingface/alignment-handbook #220, by the samples after packing
 ]
 
 
@@ -311,6 +330,30 @@ def test_published_counts_of_the_trainer(call: Any, case: tuple[int, ...]) -> No
     micro_batches = -(-samples // (micro * ranks))
     assert counted("4.44.2") == counted("4.51.3") == steps
     assert counted("4.52.1") == counted("5.23.0") == epochs * -(-micro_batches // n)
+
+
+OTHER_RULES = [
+    # as above; what steps would have to be told; and the count
+    # unslothai/unsloth #1140 and #1194: unsloth_train divides the samples by N, whatever the micro-batch
+    ((467, 5, 2, 4, 1), (467, 5, 1, 4, 1), 580),
+    ((1760, 1, 5, 8, 1), (1760, 1, 1, 8, 1), 220),
+    # unslothai/unsloth #224: its log has a quarter of the micro-batch
+    ((12_734_115, 2, 4, 2, 8), (12_734_115, 2, 16, 2, 8), 99_486),
+    # huggingface/optimum-neuron #198: each rank has all samples
+    ((287_113, 1, 1, 1, 32), (287_113, 1, 1, 1, 1), 287_113),
+]
+
+
+@pytest.mark.parametrize(("given", "read", "steps"), OTHER_RULES, ids=str)
+def test_published_counts_of_programs_with_rules_of_their_own(
+    call: Any, given: tuple[int, ...], read: tuple[int, ...], steps: int
+) -> None:
+    def counted(samples: int, epochs: int, micro: int, n: int, ranks: int) -> int:
+        command = f"--samples {samples} --epochs {epochs} --micro-batch {micro} --accumulate {n} --world-size {ranks} "
+        _, out, _ = call(f"{command} --backend hf-trainer-ddp --json --transformers-version 4.45.2")
+        return int(json.loads(out)["rules"][0]["steps"]["optimizer_steps"])
+
+    assert counted(*given) != steps == counted(*read)
 
 
 def test_the_trainer_of_older_versions_stops_before_the_epochs_do() -> None:

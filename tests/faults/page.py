@@ -26,20 +26,19 @@ HEADING = "## What `nox -s faults` found\n"
 SECTIONS = {
     "faults": (
         "### Faults\n\n"
-        "A backend misbehaves in the second window of its trial (W = 2, gloo), after the reference and before a sound "
-        f"backend, which both have to be ok. Limits are {HANG_S} s without progress and {TIMEOUT_S} s of a trial. "
-        "Seconds are from the trial's start to its end. Left behind are processes, open ports, shared memory, "
-        f"semaphores, locks and temporary files of the run {ENDING_S:g} s after its end. What is not as it must be is "
-        "bold.",
-        ("found", "what happens", "longest (s)", "left behind"),
+        "A backend misbehaves in the second window of its trial (W = 2, gloo), on rank 1 if no other is named, after "
+        "the reference and before a sound backend, which both have to be ok. Limits are "
+        f"{HANG_S} s without progress and {TIMEOUT_S} s of a trial; seconds are the longest trial's. What is left "
+        f"{ENDING_S:g} s after the run's end (processes, ports, shared memory, semaphores, locks, temporary files) "
+        "would be named. What is not as it must be is bold.",
+        (),
     ),
-    "machine": ("", ("what happens", "what must come of it", "found", "left behind")),
+    "machine": ("", ()),
     "kills": (
         "### Kills\n\n"
-        "The runner gets a signal at seeded random moments, and is resumed, until the run is finished. Its journal "
-        "must then have the trials of an undisturbed run, each once, equal in all but timings. Trials that take no "
-        "time keep it being written. *Lost* are finished trials that were not in the journal after a kill. Seconds are "
-        "the longest from a signal to the end of the runner.",
+        "The runner gets a signal at seeded random moments and is resumed, until the run is finished. Its journal must "
+        "then have the trials of an undisturbed run, each once, equal in all but timings. *Lost* are finished trials "
+        "that it lacks after a kill. Seconds are the longest from a signal to the runner's end.",
         (
             "signal",
             "of",
@@ -54,31 +53,22 @@ SECTIONS = {
     ),
     "fuzz": (
         "### Hostile input\n\n"
-        "Inputs are made by hypothesis, the same ones every time. Each must end in a result or in one line that says "
-        "what is wrong, not in a traceback, and nothing may be written outside of the output folder.",
-        ("of", "inputs of each"),
+        "Inputs are made by hypothesis, the same ones every time (numbers in brackets). Each must end in a result or "
+        "in one line that says what is wrong, and nothing may be written outside of the output folder.",
+        (),
     ),
     "attacks": (
         "### Attacks that were tried\n\n"
-        "What a stranger's folder, a stranger on the network, or an accident can do, what came of it in version 1.1.0, "
-        "and what has to come of it now. The last column counts the tests that passed. "
-        "[SECURITY.md](../SECURITY.md) says what is promised and what is not.",
-        ("what is tried", "in 1.1.0", "now", "tests"),
+        "What a stranger's folder, a stranger on the network, or an accident can do. "
+        "[reliability.json](reliability.json) has what has to come of each, and what came of it in version 1.1.0.",
+        ("what is tried", "tests passed"),
     ),
     "null": (
         "### What the bench costs\n\n"
-        "The runner's time is that between two lines of the journal without the trial itself, and must stay under "
-        "0.2 s. *Beside training* is the median of what else a trial takes: ranks are forked and connected, model and "
-        "tokens are made, processes are ended. Memory is the resident size of the runner's process, whose growth is "
-        "counted from a tenth of the trials on.",
-        (
-            "trials",
-            "number",
-            "runner, per trial",
-            "in a trial, beside training",
-            "growth",
-            "largest",
-        ),
+        "The runner's time per trial is that between two lines of the journal without the trial, and must stay under "
+        "0.2 s. *Beside training* is the median of what else a trial takes, from forking its ranks to ending them. "
+        "Memory is the runner's, resident, and its growth is counted from a tenth of the trials on.",
+        (),
     ),
 }
 """Of each section its heading and text, and the head of its table."""
@@ -155,17 +145,10 @@ def markdown(sections: Facts, bad: Mapping[str, str]) -> str:
         for section, name in expected_rows()
         if name not in sections.get(section, {})
     ]
-    measured = [row["measured"] for rows in sections.values() for row in rows.values()]
-    groups = collections.Counter(
-        f"Measured on {about['date']} with torch {about['torch']} and Python {about['python']} on {about['cores']} "
-        f"cores, {'at commit ' + about['commit'] if about['commit'] else 'with changes that are not committed'}"
-        for about in measured
-    )
     parts = [
         HEADING.rstrip(),
-        "It runs tests/faults in full, for an hour, and writes this part; `nox -s faults -- -k NAME` measures some "
-        "rows again. `python -m pytest tests/faults` runs a short form.",
-        "\n".join(f"- {words}: {plural(number, 'row')}." for words, number in groups.items()),
+        "It runs tests/faults in full, for an hour; `-- -k NAME` measures some rows again.",
+        *_measured(row["measured"] for rows in sections.values() for row in rows.values()),
     ]
     if bad:
         lines = [f"- **{plain(f'{name}: {how}')}**" for name, how in bad.items()]
@@ -175,9 +158,19 @@ def markdown(sections: Facts, bad: Mapping[str, str]) -> str:
     for section, (text, head) in SECTIONS.items():
         rows = [row["cells"] for row in sections.get(section, {}).values()]
         if section == "faults":
-            rows = _by_outcome(rows)
+            parts += [text, "\n".join(_by_outcome(rows))]
+            continue
+        if section == "null":
+            parts += [text, "\n".join(_cost(*row) for row in rows)]
+            continue
+        if section == "machine":
+            parts.extend(f"- {what}: {found}{_left(left)}" for what, _, found, left in rows)
+            continue
         if section == "fuzz":
-            rows = _joined(rows)
+            parts += [text, "\n".join(f"- {of} ({number})" for of, number in _joined(rows))]
+            continue
+        if section == "attacks":
+            rows = [[what, _passed(tests)] for what, *_, tests in rows]
         if text:
             parts.append(text)
         if text or rows:
@@ -185,8 +178,46 @@ def markdown(sections: Facts, bad: Mapping[str, str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _by_outcome(rows: Iterable[Sequence[str]]) -> list[list[str]]:
-    """One row for all faults that ended alike and left the same behind, with the longest of their seconds.
+def _measured(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """With what, when and at which commit rows were measured: a paragraph for each environment."""
+    groups: dict[str, collections.Counter[str]] = {}
+    for about in rows:
+        where = f"torch {about['torch']}, Python {about['python']}, {about['cores']} cores"
+        commit = "with changes that are not committed"
+        if about["commit"]:
+            commit = f"at commit {about['commit']}"
+        groups.setdefault(where, collections.Counter())[f"on {about['date']} {commit}"] += 1
+    paragraphs = []
+    for where, times in groups.items():
+        counted = [f"{plural(number, 'row')} {when}" for when, number in times.items()]
+        paragraphs.append(f"Measured with {where}: {', '.join(counted)}.")
+    return paragraphs
+
+
+def _passed(tests: str) -> str:
+    """How many tests passed, if not all."""
+    if tests.startswith("**"):
+        return tests
+    return "all"
+
+
+def _cost(what: str, number: str, runner: str, beside: str, growth: str, largest: str) -> str:
+    """What the bench costs in trials of one kind, as a list item."""
+    in_trial = "" if beside == "no trial" else f"; beside training {beside}"
+    return (
+        f"- {what} ({number}): {runner} per trial{in_trial}; memory grew by {growth} to {largest}"
+    )
+
+
+def _left(behind: str) -> str:
+    """What is left behind, if anything is."""
+    if behind == "nothing":
+        return ""
+    return f"; left behind: {behind}"
+
+
+def _by_outcome(rows: Iterable[Sequence[str]]) -> list[str]:
+    """One item for all faults that ended alike and left the same behind, with the longest of their seconds.
 
     How they must end, and in how many seconds, is not shown: what is not as it must be is bold.
     """
@@ -196,9 +227,9 @@ def _by_outcome(rows: Iterable[Sequence[str]]) -> list[list[str]]:
         found.setdefault((status, left), []).append(row)
     grouped = []
     for (status, left), alike in found.items():
-        what = "; ".join(row[0] for row in alike)
+        what = "; ".join(row[0].removeprefix("rank 1 ") for row in alike)
         longest = max((row[3] for row in alike), key=_seconds)
-        grouped.append([status, what, longest, left])
+        grouped.append(f"- *{status}*, {longest} s: {what}{_left(left)}")
     return grouped
 
 
@@ -211,9 +242,15 @@ def _seconds(cell: str) -> tuple[bool, float]:
 
 
 def _joined(rows: Iterable[Sequence[str]]) -> list[list[str]]:
-    """One row for all commands that were given as many inputs of one kind."""
+    """One row for all commands that were given as many inputs of one kind, with their number."""
     joined: dict[tuple[str, str], list[str]] = {}
     for name, number in rows:
         kind = next(filter(name.startswith, COMMANDS_OF), name)
         joined.setdefault((kind, number), []).append(name.removeprefix(kind))
-    return [[kind + ", ".join(commands), number] for (kind, number), commands in joined.items()]
+    counted = []
+    for (kind, number), commands in joined.items():
+        of = commands[0]
+        if len(commands) > 1:
+            of = f"{len(commands)} commands"
+        counted.append([kind + of, number])
+    return counted

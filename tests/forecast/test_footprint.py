@@ -12,6 +12,7 @@ from bench.cli import main
 from bench.errors import GOOD
 from bench.forecast import fit
 from bench.forecast.footprint import TensorSizes
+from bench.forecast.lora import LoRA
 from bench.forecast.prediction import predict
 from bench.judge.loading import load
 from bench.launch.launcher import Launcher
@@ -21,6 +22,7 @@ from bench.plan.task import Spec
 from studies.bytes_page import RUNS, exact_peaks, peak_errors
 from tests.conftest import ROOT, first
 from tests.factories import make_cell
+from tests.forecast import lora_backends
 
 FAKE = [
     (cell, peak)
@@ -102,6 +104,50 @@ def test_without_fp32_masters_the_exact_peak_is_the_predicted_one(
     memory = outcome.ranks[0]["memory"]
     exact = memory["peak"] - memory["peak_other"]
     assert prediction.memory.peak == pytest.approx(exact, rel=NEAR)
+
+
+LORA = {
+    "LoraEager": ("fsdp2-eager", 2, 8, 256, False),
+    "LoraDeferred": ("fsdp2-deferred", 2, 8, 256, False),
+    "LoraZero2Eager": ("fsdp2-zero2-eager", 1, 8, 256, True),
+    "LoraBf16Eager": ("fsdp2-eager", 2, 8, 512, False),
+    "LoraDDP": ("ddp-eager", 2, 8, 64, False),
+    "LoraBf16DDP": ("ddp-eager", 1, 8, 64, True),
+}
+"""By class of tests.forecast.lora_backends: backend, N, W, tokens per sample, whether checkpointed."""
+NEAR_LORA = 0.01
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", first(["LoraEager"], LORA))
+def test_lora_s_exact_peak_is_the_predicted_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frozen weights have no gradients, moments or reductions, by a training of our own on fake tensors."""
+    cls = getattr(lora_backends, name)
+    backend, accumulate, ranks, tokens, is_checkpointed = LORA[name]
+    monkeypatch.setenv(EXTRA_BACKENDS, f"tests.forecast.lora_backends:{name}")
+    cell = make_cell(
+        backend=backend,
+        model="135m",
+        world_size=ranks,
+        accumulate=accumulate,
+        global_batch_size=2 * accumulate * ranks,
+        sequence_length=tokens,
+        precision=Precision.BF16,
+        activation_checkpointing=is_checkpointed,
+        virtual=True,
+        fake_tensors=backend != "ddp-eager",
+    )
+    lora = LoRA(lora_backends.RANK, cls.targets)
+    (prediction,) = predict(cell, [backend], bf16_parameters=cls.bf16_parameters, lora=lora)
+    trained = dataclasses.replace(cell, backend=cls.name)
+    if cls.bf16_parameters and backend == "ddp-eager":
+        trained = dataclasses.replace(trained, precision=Precision.FP32)  # without autocast
+    with Launcher(Device.CPU) as launcher:
+        outcome = launcher.run(Spec(cell=trained, passes=("memory",), reference=""), 900)
+    assert outcome.status is Status.OK, outcome.reason
+    memory = outcome.ranks[0]["memory"]
+    exact = memory["peak"] - memory["peak_other"]
+    assert prediction.memory.peak == pytest.approx(exact, rel=NEAR_LORA)
 
 
 def test_the_peak_of_ddp_by_hand() -> None:

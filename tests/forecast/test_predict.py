@@ -15,9 +15,17 @@ import pytest
 
 from bench.backends.base import registry
 from bench.cli import main
-from bench.errors import GOOD, InputError
+from bench.errors import GOOD, WRONG, InputError
 from bench.forecast.choice import Choice, Question
-from bench.forecast.prediction import Link, TimeEstimate, Traffic, communication, predict
+from bench.forecast.lora import LoRA
+from bench.forecast.prediction import (
+    Link,
+    TimeEstimate,
+    Traffic,
+    communication,
+    model_flops,
+    predict,
+)
 from bench.forecast.prediction_text import EstimateAccuracy
 from bench.plan.cell import REFERENCES, Cell, Device, Precision
 from bench.plan.models import SIZES
@@ -464,3 +472,75 @@ def test_what_is_said_of_the_estimates_is_what_the_study_has_stored(
     other.write_text(json.dumps(stored))
     with pytest.raises(InputError, match=r"other\.json: num_pairs is missing"):
         EstimateAccuracy.stored()
+
+
+# LoRA.
+
+LORA = ["--model", "8b", *ASKED, "--lora-rank", "16", "--parameters", "bf16"]
+
+
+def rows_of(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, dict[str, Any]]:
+    assert main(["predict", *options, "--all", "--json"]) == GOOD
+    return {row["backend"]: row for row in json.loads(capsys.readouterr().out)}
+
+
+def test_lora_holds_and_sends_little_beside_its_frozen_weights(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By hand: 16 x (4096 + 4096) and 16 x (4096 + 1024) parameters in each of 32 blocks; their gradients are sent."""
+    trained = 32 * 16 * (4096 + 4096 + 4096 + 1024)
+    rows = rows_of(capsys, *LORA)
+    ddp = rows["ddp-deferred"]
+    assert ddp["memory"]["parameters"] == 2 * (SIZES["8b"].num_parameters + trained)
+    sent = {row["op"]: row["payload_bytes"] for row in ddp["collectives"]}
+    assert sent["all_reduce"] == 2 * trained
+    assert ddp["memory"]["optimizer_state"] == pytest.approx(4 * trained, rel=1e-4)
+    full = rows_of(capsys, *LORA[:-4], "--parameters", "bf16")["fsdp2-eager"]
+    fsdp2 = rows["fsdp2-eager"]
+    sent, of_all = (
+        {row["op"]: row["payload_bytes"] for row in each["collectives"]} for each in (fsdp2, full)
+    )
+    assert of_all["all_gather"] < sent["all_gather"] < 1.01 * of_all["all_gather"]
+    assert sent["reduce_scatter"] < 0.01 * of_all["reduce_scatter"]
+    assert "frozen weights" in rows["deepspeed-zero2-eager"]["not_predicted"]
+    assert rows["ddp-deferred"]["equals"] == ""
+
+
+def test_lora_leaves_out_the_gradients_of_frozen_weights() -> None:
+    """A third of the products with weights; attention and LoRA's own are whole."""
+    cell = asked(sequence_length=1)
+    tokens, lora = 16, LoRA(16)
+    size = SIZES["8b"]
+    matrices = size.num_layers * size.num_matrix_parameters + size.vocab_size * size.hidden_size
+    expected = 6 * lora.num_parameters(size) - 2 * matrices
+    assert model_flops(cell, lora) - model_flops(cell) == tokens * expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lora-targets", "q_proj"], "--lora-rank"),
+        (["--lora-rank", "8", "--lora-targets", "q"], "q_proj"),
+        (["--lora-rank", "8", "--exact", "--backend", "ddp-eager"], "--lora-rank"),
+    ],
+)
+def test_options_of_lora_that_cannot_be(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["predict", "--model", "8b", *ASKED, *options]) == WRONG
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--batch", "1024", "--link", "H100", "--peak", "H100"]], ids=["one", "batch"]
+)
+def test_the_text_says_what_lora_trains(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*LORA, "--lora-targets", "q_proj,down_proj", *options]
+    if options:
+        place = words.index("--accumulate")
+        del words[place : place + 2]
+    assert main(["predict", *words]) == GOOD
+    out = capsys.readouterr().out
+    assert "bf16 parameters without fp32 masters, LoRA of rank 16 on q_proj, down_proj" in out

@@ -10,11 +10,13 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.formatting import plural
 from bench.run.machine import git_state
 from tests.conftest import ROOT
 from tests.hosts import parts
@@ -26,10 +28,9 @@ DATA = PAGE.with_suffix(".json")
 """What the parts found, by name."""
 HEADING = "## What was tried\n"
 WHERE = """\
-`nox -s hosts` writes this section from docs/hosts.json, and exits with 1 if something is not as it must be. Hosts are
-network namespaces on one machine, joined by virtual links, under a real Slurm; they share a kernel, and train the smoke
-matrix over gloo. What nodes say of jobs that cannot start is in the JSON. Nothing was run on several machines, or over
-NCCL between hosts.
+Written by `nox -s hosts`. Hosts are network namespaces on one machine, joined by virtual links, under a real Slurm.
+They share a kernel, and train the smoke matrix over gloo. Nothing was run on several machines, or over NCCL between
+hosts. [hosts.json](hosts.json) has what nodes say of jobs that cannot start.
 """
 
 
@@ -98,8 +99,35 @@ def page(head: str, data: Mapping[str, Any]) -> str:
         shown = [place for place, title in enumerate(part.header) if title not in part.unshown]
         rows = [[*row["cells"][:-1], _result(row)] for row in found["rows"]]
         titles = [part.header[place] for place in shown]
-        lines += varied_table(titles, [[row[place] for place in shown] for row in rows])
+        cells = [[row[place] for place in shown] for row in rows]
+        if len(cells) == 1:
+            lines += [f"{': '.join(cells[0])}.", ""]
+            continue
+        in_all = _shared_by_all(cells)
+        lines += varied_table(titles, _counted(cells))
+        if in_all:
+            lines += [f"In all: {'; '.join(in_all)}.", ""]
     return head + "\n".join(lines)
+
+
+def _shared_by_all(rows: Sequence[list[str]]) -> list[str]:
+    """What the results of several rows all say beside other things; taken out of them."""
+    results = [row[-1].split("; ") for row in rows]
+    shared = [part for part in results[0] if all(part in result for result in results)]
+    if any(set(result) <= set(shared) for result in results):
+        return []
+    for row, result in zip(rows, results, strict=True):
+        row[-1] = "; ".join(part for part in result if part not in shared)
+    return shared
+
+
+def _counted(rows: Sequence[list[str]]) -> list[list[str]]:
+    """Equal rows as one, with their number."""
+    numbers = Counter(map(tuple, rows))
+    return [
+        [f"{what}, {plural(number, 'time')}" if number > 1 else what, *others]
+        for (what, *others), number in numbers.items()
+    ]
 
 
 def _when(found: Mapping[str, Any]) -> str:
@@ -107,7 +135,16 @@ def _when(found: Mapping[str, Any]) -> str:
 
 
 def _result(row: Mapping[str, Any]) -> str:
-    return str(row["cells"][-1] if row["good"] else f"**wrong:** {row['cells'][-1]}")
+    """What came of it; backends that are invalid for the same reason are named together."""
+    parts_of: dict[str, list[str]] = {}
+    for part in row["cells"][-1].split("; "):
+        backend, _, reason = part.rpartition(" is invalid: ")
+        parts_of.setdefault(reason, []).append(backend)
+    told = [
+        f"{' and '.join(names)} invalid: {reason}" if all(names) else reason
+        for reason, names in parts_of.items()
+    ]
+    return ("" if row["good"] else "**wrong:** ") + "; ".join(told)
 
 
 def main() -> None:

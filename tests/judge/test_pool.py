@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -18,7 +19,8 @@ from bench.judge.pool import load_pool
 from bench.judge.verdicts import Verdict
 from bench.report.citation import check_citations, cite
 from bench.run.journal import JOURNAL, MANIFEST, Journal, encode
-from tests.pages import read, report, write_run
+from tests.factories import make_cell
+from tests.pages import kind, read, records_of, report, write, write_run
 
 DAYS = ("friday", "monday", "tuesday")
 BACKENDS = {"base": 1.0, "slow": 1.3, "turning": 1.05}
@@ -195,3 +197,26 @@ def test_older_ids_are_found_and_those_of_another_run_are_not(week: Path) -> Non
     assert all(finding.level == "good" for finding in check_citations(data, older))
     (wrong,) = check_citations(data, text.replace(f"friday:{digest}/", f"friday:{'0' * 12}/"))
     assert wrong.level == "error" and "is of the run with the hash 000000000000" in wrong.text
+
+
+def test_a_verdict_that_is_another_one_beside_the_copy_is_doubted(tmp_path: Path) -> None:
+    """The copy is 1.9 % slower, which is no reason to distrust all times, and the cell 3 %."""
+    base = make_cell(backend="base", accumulate=2)
+    speeds = {
+        base: 1.0,
+        dataclasses.replace(base, twin="again"): 1.019,
+        dataclasses.replace(base, backend="slow"): 1.03,
+        dataclasses.replace(base, backend="slower"): 1.3,
+    }
+    backends = {name: kind(name) for name in ("reference", "base", "slow", "slower")}
+    folder = write(
+        tmp_path / "run", records_of(speeds, 10, 0.002), baseline="base", backends=backends
+    )
+    data = Analysis.of(load_pool([folder]), folder)
+    assert {pair.b.backend: pair.verdict for pair in data.verdicts} == {
+        "slow": Verdict.SLOWER,
+        "slower": Verdict.SLOWER,
+    }
+    (doubt,) = data.doubts
+    assert doubt.startswith("slow N=2 ") and Verdict.SAME in doubt and doubt in data.remarks
+    assert any(doubt in found.text and found.level == "warning" for found in data.findings)

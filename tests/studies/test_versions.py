@@ -105,13 +105,9 @@ def test_each_torch_runs_with_the_lowest_and_the_newest_of_the_others(
     assert command.main(["--smoke", "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("torch 2.15.0, lightning") == 2
     page = (tmp_path / "versions.md").read_text()
-    for torch in ENDS["torch"]:
-        for end in (0, 1):
-            assert (
-                f"| {torch} | {ENDS['lightning'][end]} | 1.0 | {ENDS['transformers'][end]} |"
-                in page
-            )
-    assert page.count(r"a\|b | yes |") == 4
+    assert "*torch* 2.11.0, 2.15.0." in page
+    assert "*lightning* 2.6.0 and 2.6.6; *deepspeed* 1.0; *transformers* 5.0.0 and 5.23.0" in page
+    assert "*result* a|b; *good* yes." in page
     assert command.main(["lightning==x", "--out", str(tmp_path)]) == 2, "the runs are read again"
 
 

@@ -170,7 +170,7 @@ def _trainings(file: Path, options: LintOptions) -> list[_Training]:
 def _of_script(file: Path, options: LintOptions) -> Iterator[_Training]:
     """The trainings that a script launches, each with what its launcher says."""
     for command in launch_script.commands(read_text(file), str(file)):
-        config = recognize(command.arguments, "sh")
+        config = recognize(command.arguments, "sh", command.launcher)
         if config is None or config.reader is not Reader.HUGGING_FACE:
             continue
         ranks = options.world_size or command.ranks

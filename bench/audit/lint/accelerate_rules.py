@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from bench.audit.lint import deepspeed_config
 from bench.audit.lint.config_file import AUTO, ConfigPart
@@ -24,8 +25,11 @@ from bench.findings import Level
 PLUGIN = "accelerate/utils/dataclasses.py DeepSpeedPlugin"
 ACCELERATOR, SCHEDULER = "accelerate/accelerator.py", "accelerate/scheduler.py"
 NONE = "none"
+N = "gradient_accumulation_steps"
 DEFAULT_STAGE = 2
 """Of ZeRO, where a config has none."""
+CONFIG_SUFFIXES = {".yaml", ".yml", ".json"}
+"""Of files that hold TrainingArguments; others are scripts, whose program is not known for sure."""
 SAGEMAKER = "AMAZON_SAGEMAKER"
 SEVERAL_RANKS = {
     *(
@@ -121,13 +125,9 @@ def subjects(
     yield AccelerateDeepSpeed(root, inner, given, engine, options, ranks, trainer)
     n = engine.accumulate
     if trainer is not None:
-        arguments = TrainerArguments(trainer, options)
-        n = arguments.accumulate
-        yield SameValue(
-            engine.part.at("gradient_accumulation_steps"), n, "gradient_accumulation_steps"
-        )
-        if engine.clip:  # accelerate drops a threshold of 0
-            yield SameValue(engine.part.at("gradient_clipping"), arguments.clip, "max_grad_norm")
+        same = list(_same_values(TrainerArguments(trainer, options), engine))
+        n = next((int(each.value) for each in same if each.name == N and each.value), n)
+        yield from same
     place = precision = root.at("mixed_precision")
     if not precision.given:
         place = inner
@@ -140,6 +140,19 @@ def subjects(
         ranks,
         place,
     )
+
+
+def _same_values(arguments: TrainerArguments, engine: DeepSpeedConfig) -> Iterator[SameValue]:
+    """What accelerate's config and TrainingArguments both say.
+
+    A command that leaves it out may be of a program that asks accelerate for it.
+    """
+    is_config = Path(arguments.part.file).suffix in CONFIG_SUFFIXES
+    if is_config or arguments.known_accumulate:
+        yield SameValue(engine.part.at(N), arguments.accumulate, N)
+    has_clip = is_config or arguments.part.at("max_grad_norm").given
+    if engine.clip and has_clip:  # accelerate drops a threshold of 0
+        yield SameValue(engine.part.at("gradient_clipping"), arguments.clip, "max_grad_norm")
 
 
 def _engine(inner: ConfigPart) -> DeepSpeedConfig:

@@ -20,7 +20,7 @@ from bench.audit.lint.known_keys import known_keys
 EXPECTED = (
     "a YAML, JSON, TOML or shell script of Lightning, DeepSpeed, accelerate, Hugging Face's "
     "TrainingArguments, TRL, "
-    "LLaMA-Factory, axolotl, torchtune, LitGPT, nanotron, GPT-NeoX or torchtitan"
+    "LLaMA-Factory, axolotl, ms-swift, torchtune, LitGPT, nanotron, GPT-NeoX or torchtitan"
 )
 TRAINERS = ("trainer", "fit.trainer", "lightning.trainer", "pl_trainer", "trainer.params", "")
 """Where a config may hold the arguments of Lightning's Trainer; the last: a file that holds nothing
@@ -141,6 +141,8 @@ class Adapter:
     suffixes: tuple[str, ...]
     evidence: tuple[str, ...]
     least: int
+    launcher: str = ""
+    """The command that launches nothing else."""
     needs: int = 0
     """How many keys of TrainingArguments must be there."""
     without: tuple[str, ...] = ()
@@ -202,8 +204,14 @@ def has(root: ConfigPart, keys: Iterable[str]) -> int:
     return number
 
 
-def recognize(root: ConfigPart, suffix: str) -> Config | None:
-    """The kind of a config; None if there is not enough evidence for one."""
+def recognize(root: ConfigPart, suffix: str, launcher: str = "") -> Config | None:
+    """The kind of a config; None if there is not enough evidence for one.
+
+    ``launcher`` is the command of a script that has these arguments.
+    """
+    for adapter in adapters():
+        if launcher and launcher == adapter.launcher:
+            return adapted(root, adapter)
     for kind in (_accelerate, _lightning, _deepspeed):
         found = kind(root, suffix)
         if found is not None:

@@ -25,6 +25,12 @@ from bench.findings import Level
 TRAINER, ARGUMENTS = "transformers/trainer.py", "transformers/training_args.py"
 LAYERWISE = "transformers/trainer_optimizer.py"
 DEFAULT_MICRO, DEFAULT_EPOCHS, DEFAULT_LOGGING, DEFAULT_CLIP = 8, 3.0, 500, 1.0
+RESAMPLED = (
+    *("packing", "sample_packing", "neat_packing"),
+    *("num_generations", "reward_funcs", "max_epochs"),
+)
+"""Keys by which an epoch has other samples than the data set: packed ones, several of each prompt
+as in GRPO (trl/trainer/grpo_trainer.py, ``RepeatSampler``), or an end of ms-swift's own."""
 KWARGS = "accelerator_config.gradient_accumulation_kwargs"
 ADAPTERS = (
     "lora",
@@ -93,7 +99,8 @@ class TrainerArguments:
         self.total_steps = self.max_steps
         """Optimizer steps of the whole training; 0 if they cannot be calculated."""
         ends = ("max_steps", "num_train_epochs", "gradient_accumulation_steps")
-        if not self.max_steps and not any(part.at(name).unknown for name in ends):
+        is_known = not any(part.at(name).unknown for name in ends)
+        if not self.max_steps and is_known and not any(part.at(name).value for name in RESAMPLED):
             self.total_steps = self._steps_of_epochs(epochs)
         self.has_bf16_parameters = has_bf16_parameters
 

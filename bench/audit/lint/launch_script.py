@@ -34,6 +34,8 @@ LAUNCHERS = {
     "swift": ("swift",),
     "llamafactory-cli": ("llamafactory-cli", "train"),
 }
+SWIFT_TRAINS = {"sft", "pt", "rlhf"}
+"""What of ms-swift's command trains, without Megatron."""
 
 
 @dataclass(frozen=True)
@@ -218,9 +220,11 @@ def _command(launcher: str, words: Sequence[Word], file: str) -> LaunchCommand |
 
 
 def _place_of_script(launcher: str, words: Sequence[Word]) -> int | None:
-    if launcher in {"swift", "llamafactory-cli"}:
-        if launcher == "swift":
+    if launcher == "swift":
+        if words and words[0].text in SWIFT_TRAINS:
             return 0
+        return None
+    if launcher == "llamafactory-cli":
         return -1
     for place, word in enumerate(words):
         if word.text.endswith(".py") or (place and words[place - 1].text in {"-m", "--module"}):
