@@ -20,12 +20,17 @@ import numpy as np
 from scipy import stats
 
 ROOT = Path(__file__).parents[1]
-LEAST_TRIALS, LEAST_RUNS, UPDATE_LIMIT, IDLE, MARGIN = 5, 3, 1e-5, 0.1, 0.02
+LEAST_TRIALS, LEAST_RUNS, IDLE, MARGIN = 5, 3, 0.1, 0.02
+SHAPES = {"1b": (16, 2048)}
+"""Layers and width of what is trained in bf16."""
+BF16_FLOPS = {"NVIDIA H100 80GB HBM3": 989e12}
+"""Dense, per second, from the datasheet."""
+UNITS = {"MiB": 2**20, "GiB": 2**30}
 SETTINGS = {
     "accumulate": r"\bN ?= ?(\d+)",
     "world_size": r"\bW ?= ?(\d+)",
     "global_batch_size": r"\bB ?= ?(\d+)",
-    "optimizer": r"\b(adamw-foreach|sgd)\b",
+    "optimizer": r"\b(adamw-foreach|adamw-fused|sgd)\b",
     "clip_norm": r"\b(?:clipped to ([\d.]+)|not clipped)",
 }
 Cell = dict[str, Any]
@@ -54,7 +59,7 @@ class Interval:
 @cache
 def interval(values: tuple[float, ...], least: int = LEAST_TRIALS) -> Interval:
     """Student's t of one sample."""
-    n, centre = len(values), float(np.mean(values))
+    n, centre = len(values), float(np.mean(values)) if values else math.nan
     if n < least:
         return Interval(centre)
     found = stats.ttest_1samp(values, 0.0)
@@ -117,18 +122,27 @@ class Run:
         sums = f"{hashlib.sha256(manifest).hexdigest()}  run.json\n"
         sums += f"{hashlib.sha256(journal).hexdigest()}  trials.jsonl\n"
         self.sha256 = hashlib.sha256(sums.encode()).hexdigest()
-        self.trials: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        latest: dict[tuple[str, int], dict[str, Any]] = {}
         for record in map(json.loads, journal.splitlines()):
-            assert record["status"] == "ok", "trials that failed are not recomputed here"
-            self.trials[record["cell_id"]].append(record)
-        self.everything = [
-            {**ADDED, **records[0]["cell"], "id": key} for key, records in self.trials.items()
-        ]
+            latest[record["cell_id"], record["repeat"]] = (
+                record  # what was interrupted is run again
+            )
+        self.records = list(latest.values())
+        self.trials: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        self.failed: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for record in self.records:
+            ended_well = record["status"] == "ok"
+            (self.trials if ended_well else self.failed)[record["cell_id"]].append(record)
+        cells = {record["cell_id"]: record["cell"] for record in self.records}
+        self.everything = [{**ADDED, **cell, "id": key} for key, cell in cells.items()]
         self.cells = [
             c for c in self.everything if not c["twin"] and "reference" not in c["backend"]
         ]
-        self.timed = [c for c in self.cells if len(self.trials[c["id"]]) > 1] or self.cells
+        self.timed = [c for c in self.cells if self.num_trials(c) > 1] or self.cells
         self.baseline, self.names = self.about["baseline"], {c["backend"] for c in self.everything}
+
+    def num_trials(self, cell: Cell) -> int:
+        return len(self.trials[cell["id"]]) + len(self.failed[cell["id"]])
 
     def times(self, cell: Cell) -> dict[int, float]:
         """The logarithm of each trial's median step, slowest rank, by block."""
@@ -141,8 +155,19 @@ class Run:
         }
         return {block: float(np.log(np.median(seconds))) for block, seconds in found.items()}
 
+    def time_alone(self, cell: Cell) -> Interval:
+        """In this run alone."""
+        return interval(tuple(self.times(cell).values()))
+
+    def reference(self, cell: Cell) -> Cell:
+        """That of the same work."""
+        work = ("global_batch_size", "optimizer", "clip_norm")
+        every = [c for c in self.everything if c["backend"] == "reference"]
+        (found,) = [c for c in every if all(c[key] == cell[key] for key in work)]
+        return found
+
     def time(self, cell: Cell) -> Interval:
-        alone = interval(tuple(self.times(cell).values()))
+        alone = self.time_alone(cell)
         if not self.others:
             return alone
         return over_runs([alone, *(run.time(cell) for run in self.others)])
@@ -151,8 +176,27 @@ class Run:
         """What only one trial of each cell measures."""
         return next(r[key] for r in self.trials[cell["id"]] if key in r)
 
+    def allocated(self, cell: Cell, key: str = "allocated") -> int:
+        """The largest peak of the CUDA allocator in a trial; 0 on the CPU."""
+        every = [r["time"].get("cuda_memory") or {} for r in self.trials[cell["id"]]]
+        return max((int(peaks.get(key, 0)) for peaks in every), default=0)
+
     def memory(self, cell: Cell) -> int:
-        return int(self.first(cell, "memory")["peak"])
+        """The peak, on the CPU of the tensors that were tracked."""
+        return self.allocated(cell) or int(self.first(cell, "memory")["peak"])
+
+    def tokens(self, cell: Cell) -> float:
+        """Tokens per second and rank."""
+        per_step = self.trials[cell["id"]][0]["tokens_per_step"]
+        return float(per_step / cell["world_size"] / math.exp(self.time(cell).centre))
+
+    def mfu(self, cell: Cell) -> float:
+        """The model's FLOPs per second over those of the datasheet, in the median trial."""
+        times, found = self.times(cell), []
+        for record in self.trials[cell["id"]]:
+            peak = BF16_FLOPS[record["device_name"]] * cell["world_size"]
+            found.append(record["flops_per_step"] / math.exp(times[record["repeat"]]) / peak)
+        return float(np.median(found))
 
     def handed(self, cell: Cell) -> int:
         """Payload bytes of the collectives of a step."""
@@ -169,11 +213,24 @@ class Run:
         return found
 
     def is_correct(self, cell: Cell) -> bool:
-        return bool(self.first(cell, "update")["error"] <= UPDATE_LIMIT)
+        """Whether its update is right. One whose update was never compared is not."""
+        errors = [r["update"]["error"] for r in self.trials[cell["id"]] if "update" in r]
+        return bool(errors) and bool(errors[0] <= update_limit(cell))
+
+    def outcome(self, cell: Cell) -> str:
+        """How a table says that it ended."""
+        good, bad = self.trials[cell["id"]], self.failed[cell["id"]]
+        if not good:
+            return str(bad[0]["status"])
+        if not self.is_correct(cell):
+            return "invalid"
+        if bad:
+            return f"{bad[0]['status']}, {len(good)} of {len(good) + len(bad)} ok"
+        return "yes"
 
     def minutes(self) -> float:
         """Of all trials together."""
-        return float(sum(r["wall_s"] for records in self.trials.values() for r in records)) / 60
+        return float(sum(record["wall_s"] for record in self.records)) / 60
 
     def taken(self, cell: Cell) -> float:
         """The share of the CPUs that others took, in the median trial."""
@@ -215,7 +272,7 @@ class Run:
         for cell in (c for c in self.cells if c["backend"] != baseline):
             base = self.partner(cell, baseline)
             every = [(run, c) for run in (self, *self.others) for c in (cell, base)]
-            barred = not all(run.is_correct(c) and run.taken(c) <= IDLE for run, c in every)
+            barred = obstacle(every)
             time = self.ratio(cell, base)
             if not barred and not math.isnan(time.low):
                 p_values[cell["id"]] = time.p
@@ -226,7 +283,7 @@ class Run:
                 if time.high < 0
                 else "ambiguous: wide interval"
             )
-            verdicts[cell["id"]] = "not comparable: gate" if barred else found
+            verdicts[cell["id"]] = barred or found
         for rank, key in enumerate(sorted(p_values, key=lambda key: p_values[key])):
             corrected = max(corrected, p_values[key] * (len(p_values) - rank))
             if verdicts[key] in ("slower", "faster"):
@@ -239,7 +296,7 @@ class Run:
     def num_judged(self, baseline: str) -> int:
         """Comparisons with a baseline that Holm's correction counts."""
         found = ((c, self.partner(c, baseline)) for c in self.cells if c["backend"] != baseline)
-        return sum(self.is_correct(c) and self.is_correct(base) for c, base in found)
+        return sum(all(self.outcome(each) == "yes" for each in pair) for pair in found)
 
     def may_differ(self, cell: Cell, base: Cell) -> bool:
         """Whether a verdict of faster or slower may be another one on another day."""
@@ -296,6 +353,25 @@ class Run:
         return np.abs(np.concatenate([100 * np.expm1(of - of.mean()) for of in logs]))
 
 
+def update_limit(cell: Cell) -> float:
+    """Of the relative error of an update: bf16 rounds at every operator, in each layer and over their width."""
+    if cell["precision"] == "fp32":
+        return 1e-5
+    layers, width = SHAPES[cell["model"]]
+    return max(3e-2, 4e-4 * math.sqrt(layers * width))
+
+
+def obstacle(sides: Collection[tuple[Run, Cell]]) -> str:
+    """The verdict where something forbids to compare these cells; else empty."""
+    outcomes = [run.outcome(cell) for run, cell in sides]
+    busy = any(run.trials[c["id"]] and run.taken(c) > IDLE for run, c in sides)
+    if "invalid" in outcomes or busy:
+        return "not comparable: gate"
+    if not all(run.trials[cell["id"]] for run, cell in sides):
+        return "not comparable: no trials"
+    return "" if set(outcomes) == {"yes"} else "ambiguous: failed trials"
+
+
 def reach_of_days() -> float:
     """How far apart the log ratios of two runs are in 95 of 100 cases, from all runs that are kept."""
     squares, freedom = 0.0, 0
@@ -348,6 +424,12 @@ def shows(text: str, value: float, slack: float = 0.0) -> bool:
     mantissa, _, exponent = text.partition("e")
     unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
     return not text or abs(float(text.replace(",", "")) - value) <= 0.5001 * unit + slack
+
+
+def shows_size(text: str, size: float) -> bool:
+    """Whether the text is that number of bytes, in its unit; true without a text."""
+    amount, _, unit = text.partition(" ")
+    return shows(amount, size / UNITS.get(unit, 1))
 
 
 def shows_interval(of: Interval, m: Groups, trials: int) -> bool:

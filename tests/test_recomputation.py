@@ -17,16 +17,31 @@ from typing import Any
 
 import pytest
 
-from tests.recomputed import ROOT, Groups, Interval, Run, pool_of, shows, shows_interval
+from tests.recomputed import (
+    ROOT,
+    UNITS,
+    Groups,
+    Interval,
+    Run,
+    pool_of,
+    shows,
+    shows_interval,
+    shows_size,
+)
 from tests.sentences import MIB, RULES, compiled
 
-RUNS = ("cpu", "popular", "curves")
+RUNS = ("cpu", "popular", "curves", "h100-1b")
 POOLED = {name: pool_of(name) for name in ("cpu", "popular")}
 """The other runs in the reports of a run, and in README."""
 CITED = {
     "cpu": ("fsdp2-deferred N=8 W=2 fp32", "fsdp2-eager N=8 W=2 fp32"),
     "popular": ("lightning-ddp N=4 W=2 fp32",),
 }
+TOLD = {
+    "cpu": ("\nMatrix [cpu]", "\n### ", "at N = 8"),
+    "h100-1b": ("\n> **On one H100**", "\nMatrix [", "at N = 4"),
+}
+"""Between which words README tells of a run, and of which cells."""
 LEFT_OVER = re.compile(
     r"(?<![A-Za-z\d])\d[\d.]*|\b(?:fast(?:er|est)|slow(?:er|est)|saves?|costs?|cuts|least|less|more|most|fewer|short(?:er|est)"
     r"|long(?:er|est)|larger|largest|smaller|smallest|wider|widest|better|best|worse|worst|times|twice|half"
@@ -91,15 +106,15 @@ def of_plots(name: str) -> Iterator[tuple[str, str]]:
         yield from ((plain(words[key]), words[b"Title"]) for key in (b"Title", b"Description"))
 
 
-def of_readme(_: str) -> Iterator[tuple[str, str]]:
-    """What it says of the matrix cpu."""
+def of_readme(name: str) -> Iterator[tuple[str, str]]:
+    """What it says of a run."""
     whole = (ROOT / "README.md").read_text(encoding="utf-8")
-    _, begin, rest = whole.partition("\nMatrix [cpu]")
-    text, end, _ = rest.partition("\n### ")
-    assert begin and end, "README has no part on the matrix cpu"
-    yield from (
-        (plain(part.lstrip("\n!")), "at N = 8") for part in re.split(r"\n(?=- )|\n\n+", text)
-    )
+    first, last, where = TOLD[name]
+    _, begin, rest = whole.partition(first)
+    text, end, _ = rest.partition(last)
+    assert begin and end, f"README has no part on {name}"
+    text = re.sub(r"(?m)^> ", "", text)
+    yield from ((plain(part.lstrip("\n!")), where) for part in re.split(r"\n(?=- )|\n\n+", text))
 
 
 def places(name: str) -> list[str]:
@@ -118,7 +133,7 @@ def of_citations(name: str) -> Iterator[tuple[str, str]]:
 SOURCES: list[tuple[Source, str]] = [
     (source, name) for source in (of_report, of_plots) for name in RUNS
 ]
-SOURCES += [(of_readme, "cpu"), *((of_citations, name) for name in CITED)]
+SOURCES += [*((of_readme, name) for name in TOLD), *((of_citations, name) for name in CITED)]
 
 
 @pytest.mark.parametrize(("source", "name"), SOURCES)
@@ -144,16 +159,19 @@ def row_is_right(run: Run, heading: str, row: Groups) -> bool:
     cell = run.find(row["backend"], heading)
     base = run.partner(cell, run.baseline)
     verdict = "baseline" if cell is base else run.verdict(cell, base)
+    told = row["correct?"], row["n"], row.get("verdict", verdict)
     if not run.is_correct(cell):
-        return (row["correct?"], row["n"], row.get("verdict", verdict)) == ("invalid", "0", verdict)
+        numbers = set(row) - {"backend", "verdict", "n", "correct?", "note"}
+        is_blank = {row[column] for column in numbers} <= {"-"}
+        return is_blank and told == (run.outcome(cell), "0", verdict)
     if cell is not base and run.may_differ(cell, base):
         verdict += ", may differ"
-    right = (row["correct?"], row["n"], row.get("verdict", verdict)) == (
-        "yes",
-        str(len(run.times(cell))),
-        verdict,
-    )
-    right = right and shows(row["memory"].removesuffix(" MiB"), run.memory(cell) / MIB)
+    right = told == (run.outcome(cell), str(len(run.times(cell))), verdict)
+    right = right and shows_size(row["memory"], run.memory(cell))
+    if "MFU" in row:
+        right = right and shows(row["tokens/s per GPU"], run.tokens(cell))
+        right = right and shows(row["MFU"].removesuffix(" %"), 100 * run.mfu(cell))
+        right = right and shows_size(row["reserved"], run.allocated(cell, "reserved"))
     of_memory = "ratio'" if "s/step" in row else "ratio"
     right = right and shows(row[of_memory], run.memory(cell) / run.memory(base))
     if row.get("next run", "-") != "-":
@@ -178,7 +196,144 @@ def test_every_row_of_a_table_follows_from_the_journal(name: str) -> None:
     )
 
 
+def test_every_row_on_the_h100_follows_from_the_journal() -> None:
+    """The table of docs/gpu.md."""
+    run, gib = run_of("h100-1b"), UNITS["GiB"]
+    rows = [row for heading, row in rows_of(ROOT / "docs" / "gpu.md") if "1.2 G" in heading]
+    assert {row["backend"] for row in rows} == {cell["backend"] for cell in run.cells}
+    for row in rows:
+        cell = run.find(row["backend"], "N = 4")
+        assert shows(row["peak (GiB)"], run.allocated(cell) / gib), row
+        predicted = run.about["predicted"]["peak_bytes"][cell["id"]]
+        assert shows(row["predicted"], predicted / gib), row
+        if not run.is_correct(cell):
+            assert row["s/step"] == run.outcome(cell)
+            continue
+        times = [math.exp(time) for time in run.times(cell).values()]
+        assert shows(row["s/step"], math.exp(run.time(cell).centre)), row
+        assert shows(row["slowest / fastest trial"], max(times) / min(times)), row
+        assert shows(row["GPU busy (s)"], run.first(cell, "exposure")["compute_s"]), row
+        assert shows(row["host's CPU time (s)"], run.first(cell, "dispatch")["cpu_s"]), row
+
+
+Point = dict[str, str]
+"""A row of the data of a figure."""
+
+
+def points_of(name: str) -> Iterator[tuple[str, Point]]:
+    for path in sorted((ROOT / "plots" / name).glob("*.csv")):
+        with path.open(encoding="utf-8") as file:
+            yield from ((path.stem, row) for row in csv.DictReader(file))
+
+
+def point_is_right(run: Run, figure: str, point: Point) -> bool:
+    cells = {cell["id"]: cell for cell in run.everything}
+    known: dict[str, float] = {}
+    if figure == "step_time_ratio":
+        cell, base = cells[point["cell_id_b"]], cells[point["cell_id_a"]]
+        if run.is_correct(cell):
+            known = told_of(run.ratio(cell, base), ("ratio", "low", "high"))
+            known |= {
+                "peak_memory_b_bytes": run.memory(cell),
+                "peak_memory_a_bytes": run.memory(base),
+            }
+        verdict = f"{point['verdict']}: {point['reason']}"
+        return verdict.startswith(run.verdict(cell, base)) and as_told(point, known)
+    cell = cells[point["cell_id"]]
+    if "repeat" in point:
+        time, centre = run.times(cell)[int(point["repeat"])], run.time_alone(cell).centre
+        known = {
+            "step_time_s": math.exp(time),
+            "deviation_percent": 100 * math.expm1(time - centre),
+        }
+    elif "loss" in point:
+        step, truth = int(point["step"]), run.reference(cell)
+        losses = [run.first(each, "time")["losses"][step] for each in (cell, truth)]
+        known = {
+            "loss": losses[0],
+            "reference_loss": losses[1],
+            "deviation": abs(losses[0] - losses[1]),
+        }
+    elif figure == "communication":
+        sent = dict.fromkeys(SENT, 0)
+        for row in run.first(cell, "collectives"):
+            sent[row["op"]] += row["payload_bytes"]
+        known = sent | {"payload_bytes": run.handed(cell), "other": 0}
+    elif run.is_correct(cell):
+        known = told_of(run.time(cell), ("step_time_s", "step_time_low_s", "step_time_high_s"))
+        memory = run.first(cell, "memory")
+        known |= {"peak_memory_bytes": run.memory(cell), "live_bytes": memory["peak"]}
+        known |= {key.removeprefix("peak_"): memory[key] for key in memory}
+    return as_told(point, known)
+
+
+SENT = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+
+
+def told_of(time: Interval, columns: tuple[str, str, str]) -> dict[str, float]:
+    logs = zip(columns, (time.centre, time.low, time.high), strict=True)
+    return {column: math.exp(log) for column, log in logs if not math.isnan(log)}
+
+
+BLANK = ("ratio", "step_time_s", "peak_memory_bytes")
+"""Columns of numbers that only correct cells have."""
+
+
+def as_told(point: Point, known: dict[str, float]) -> bool:
+    """Whether a row has these numbers, and where they are not known none."""
+    if any(point.get(column) for column in BLANK if column not in known):
+        return False
+    told = {column: float(text) for column, text in point.items() if text and column in known}
+    return all(
+        math.isclose(
+            number,
+            known[column],
+            rel_tol=1e-6,
+            abs_tol=1e-6 if column.endswith("percent") else 1e-12,
+        )
+        for column, number in told.items()
+    )
+
+
 @pytest.mark.parametrize("name", RUNS)
+def test_the_data_of_every_figure_follows_from_the_journal(name: str) -> None:
+    points = list(points_of(name))
+    wrong = [
+        (figure, point)
+        for figure, point in points
+        if not point_is_right(run_of(name), figure, point)
+    ]
+    assert points and not wrong, wrong[:3]
+
+
+MEASURED = re.compile(
+    "ratio|low|high|step_time.*|deviation.*|loss|reference_loss|.*_bytes|verdict"
+    "|parameters_.*|gradients_.*|optimizer_state|activations|temporaries|all_.*|reduce_scatter"
+)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_changed_number_of_a_figure_is_found(name: str) -> None:
+    """The first digit of each that is not 0, and each verdict."""
+    num_changed = 0
+    for figure, point in points_of(name):
+        for column in filter(MEASURED.fullmatch, point):
+            value = re.sub(r"[1-9]", lambda m: str(int(m[0]) % 9 + 1), point[column], count=1)
+            value = SWAPPED.get(value, value)
+            is_known = run_of(name).is_correct(cell_of(run_of(name), point)) or "loss" in point
+            if value != point[column] and is_known:
+                num_changed += 1
+                changed = point | {column: value}
+                assert not point_is_right(run_of(name), figure, changed), (figure, column, point)
+    assert num_changed > 50
+
+
+def cell_of(run: Run, point: Point) -> dict[str, Any]:
+    key = point.get("cell_id") or point["cell_id_b"]
+    return next(cell for cell in run.everything if cell["id"] == key)
+
+
+@pytest.mark.parametrize("name", [*RUNS, "h100-rest"])
 def test_every_number_of_an_export_follows_from_the_journal(name: str, tmp_path: Path) -> None:
     """What the code says today: step times, ratios to every baseline, ends of intervals, and verdicts."""
     command = ["export", f"results/{name}", "--format", "csv", "--out", str(tmp_path)]
@@ -195,7 +350,7 @@ def test_every_number_of_an_export_follows_from_the_journal(name: str, tmp_path:
     def follows(interval: Interval, *told: str) -> bool:
         logs = (interval.centre, interval.low, interval.high)
         pairs = [(float(text), math.exp(log)) for text, log in zip(told, logs, strict=True) if text]
-        return all(math.isclose(*pair) for pair in pairs) and len(pairs) == (
+        return all(math.isclose(*pair, rel_tol=1e-6) for pair in pairs) and len(pairs) == (
             1 if math.isnan(interval.low) else 3
         )
 

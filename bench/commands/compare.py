@@ -145,6 +145,7 @@ class ChosenPairs:
 
 def run(arguments: argparse.Namespace) -> int:
     from bench.judge import pairs as judge_pairs
+    from bench.judge.as_benched import notes_between
     from bench.judge.statistics import MARGIN
     from bench.report import comparison
 
@@ -172,6 +173,7 @@ def run(arguments: argparse.Namespace) -> int:
     alone = judge_pairs.partnerless(a.first, b.first, chosen.pairs, backends)
     failed = judge_pairs.newly_failed(a.first, b.first, pairs)
     notes += comparison.notes(a, b, rows, never, limits, margin)
+    notes += notes_between((row.a, row.b) for row in rows)
     if failed:
         notes.append(f"failed in B and not in A: {', '.join(failed)}")
     gate = None

@@ -1,6 +1,7 @@
 """What limits the numbers of a run, as findings: for check, beside numbers, and for citations.
 
-All follows from run.json and the journal, so no backend is imported.
+All follows from run.json and the journal, and of built-in backends from their classes
+(``bench.judge.as_benched``), so no backend of another package is imported.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from bench.backends.base import BF16_AUTOCAST, Lossy
 from bench.findings import Finding, Level, good, warning
 from bench.formatting import plural, scientific, size, some
 from bench.judge import samples
+from bench.judge.as_benched import AS_BENCHED, as_benched
 from bench.judge.baseline import percent, widest
 from bench.judge.formulas import not_covered
 from bench.judge.loading import Run
@@ -110,7 +112,7 @@ def limits(pool: Pool, control: ComparedPair | None, rows: Sequence[ComparedPair
 
 
 def _of_cell(run: Run, cell_id: str) -> Iterator[Finding]:
-    """Why a cell is not comparable, its failed trials, its link, and the remark of its backend."""
+    """Why a cell is not comparable, its failed trials, its link, and what to say of its backend."""
     cell, subject = run.cells[cell_id], run.labels[cell_id]
     evidence = run.evidence.of(cell)
 
@@ -151,7 +153,7 @@ def _not_covered(run: Run, cell_id: str) -> str:
 
 
 def _of_backend(run: Run, cell_id: str) -> Iterator[tuple[Level, str, str]]:
-    """What its process held unseen, what it loses on purpose, what was not checked, its remark."""
+    """What it held unseen, loses on purpose, was not checked for, remarks, and changes."""
     if unseen := _unseen_bytes(run, cell_id):
         yield Level.WARNING, "memory", unseen
     if (lossy := run.manifest.lossy.get(cell_id)) is not None:
@@ -162,6 +164,8 @@ def _of_backend(run: Run, cell_id: str) -> Iterator[tuple[Level, str, str]]:
             break
     if text := run.manifest.remarks.get(cell_id):
         yield Level.NOTE, "backend", text
+    for words in as_benched(run.cells[cell_id]):
+        yield Level.NOTE, "framework", f"{AS_BENCHED}, {words}"
 
 
 def _unseen_bytes(run: Run, cell_id: str) -> str:

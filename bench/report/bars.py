@@ -337,12 +337,32 @@ def _memory_title(data: FigureData, cells: pd.DataFrame) -> str:
         if len(good) > 1:
             each = f"each of {plural(len(good), 'backend')}"
         return f"{setting}, {each} needs {size(float(least[LIVE]))} per rank{_beyond(beyond)}"
-    away = {}
-    if not least[UNSPLIT]:
-        for name in map(str, Category):
-            away[name] = float(most[name]) - float(least[name])
     compared = _comparison(good, LIVE, "need", "memory")
-    return f"{setting}, {compared}{_cause(away)}{_beyond(beyond)}"
+    return f"{setting}, {compared}{_common_cause(good)}{_beyond(beyond)}"
+
+
+def _common_cause(good: pd.DataFrame) -> str:
+    """What the cells that tie for the most have more of than those that tie for the least.
+
+    Empty if that is not the same for all of them.
+    """
+    causes: set[str] = set()
+    for _, least in _tied(good, 0).iterrows():
+        for _, most in _tied(good, -1).iterrows():
+            away = {}
+            if not least[UNSPLIT]:
+                for name in map(str, Category):
+                    away[name] = float(most[name]) - float(least[name])
+            causes.add(_cause(away))
+    if len(causes) > 1:
+        return ""
+    return causes.pop()
+
+
+def _tied(good: pd.DataFrame, place: int) -> pd.DataFrame:
+    """The cells that need as much memory as the one in this place."""
+    names = tied_backends(good, LIVE, float(good[LIVE].iloc[place]))
+    return good[good["backend"].isin(names)]
 
 
 def _beyond(names: Sequence[str]) -> str:

@@ -170,6 +170,8 @@ def in_short(data: Analysis, answer: Answer) -> str:
             break
         lines += ["", f"### {markdown(group.title)}", "", *group.table.markdown()]
         lines.append(f"{markdown(group.legend)}.")
+        if notes := group.footnote:
+            lines += ["", f"{markdown(notes)}."]
     return "\n".join([*lines, *_how_to_reproduce(data)])
 
 

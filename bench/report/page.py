@@ -31,7 +31,7 @@ from bench.plan.cell import Status
 from bench.report.answer import Answer
 from bench.report.citation import ESCAPES, Citation, cite, cite_plot
 from bench.report.descriptions import gpu_names
-from bench.report.ranking import COLUMNS, MAY_DIFFER, OF_GPUS, TIMES, Group, RankedRow
+from bench.report.ranking import COLUMNS, MAY_DIFFER, OF_GPUS, TIMES, Group, RankedRow, footnote_of
 from bench.report.sections import PageSection, failures, published, sections
 from bench.tabular import Table, TableColumn, TableRow
 
@@ -100,6 +100,7 @@ def render(
         is_timed=any(group.is_timed for group in answer.groups),
         choices=choices,
         overview=overview(answer.groups, choices),
+        footnote=footnote_of(answer.groups),
         most_switches=MOST_SWITCHES,
         first=first,
         sections=shown,
@@ -149,6 +150,8 @@ def overview(groups: Sequence[Group], choices: Choices) -> Table:
     for column in COLUMNS:
         is_in_other = column.key.endswith(("_ends", "_ratio"))
         is_shown = is_timed or column.key not in TIMES
+        if column.key == "note" and not footnote_of(groups):
+            continue
         if is_shown and not is_in_other and column.key not in OF_GPUS:
             columns.append(column)
     columns.append(TableColumn("cite", "cite", is_number=False))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from string import ascii_lowercase
 
 from bench.formatting import digits, size
 from bench.judge.analysis import Analysis, CellRow
+from bench.judge.as_benched import as_benched
 from bench.judge.columns import WAYS, differing, phrases
 from bench.judge.samples import NAME
 from bench.judge.statistics import MIN_RUNS, Interval
@@ -34,6 +36,7 @@ COLUMNS = (
     TableColumn("reserved", "reserved", drop=8),
     TableColumn("trials", "n"),
     TableColumn("correct", "correct?", is_number=False),
+    TableColumn("note", "note", is_number=False),
 )
 """In order; ratios are to the baseline: below 1 is faster, or less memory."""
 TIMES = frozenset(
@@ -54,6 +57,8 @@ class RankedRow(CellRow):
     """The ratio to the baseline's step time."""
     may_differ: bool
     """Whether the verdict may be another one on another day."""
+    changes: tuple[str, ...]
+    """What the bench changes in its framework."""
 
     def without_times(self) -> RankedRow:
         """The same where times cannot be compared."""
@@ -85,6 +90,8 @@ class Group:
     is_timed: bool
     """Whether its times are shown."""
     num_runs: int = 1
+    marks: Mapping[str, str] = field(default_factory=dict)
+    """The letter of each change that some row of the run has."""
 
     @property
     def n(self) -> int:
@@ -137,7 +144,13 @@ class Group:
             "reserved": reserved,
             "trials": str(row.num_ok),
             "correct": row.correct,
+            "note": ", ".join(sorted(self.marks[words] for words in row.changes)),
         }
+
+    @property
+    def footnote(self) -> str:
+        """What the letters of its notes stand for, in a sentence; empty without any."""
+        return footnote_of([self])
 
     @cached_property
     def table(self) -> Table:
@@ -150,6 +163,8 @@ class Group:
             if column.key in OF_GPUS and not self._has(column.key, every):
                 continue
             if column.key == "next_ends" and self.num_runs < MIN_RUNS:
+                continue
+            if column.key == "note" and not self.footnote:
                 continue
             if column.key == "ratio_ends" and self.num_runs == MIN_RUNS - 1:
                 columns.append(replace(column, title="both runs"))
@@ -266,7 +281,32 @@ def groups(data: Analysis) -> list[Group]:
     every_way = differing(firsts, ("precision", *WAYS))
     ways = [name for name in every_way if name != "accumulate"]
     found = [_group(data, cells, ways) for cells in alike.values()]
-    return sorted(found, key=_place_of, reverse=True)
+    found.sort(key=_place_of, reverse=True)
+    marks = _marks(found)
+    return [replace(group, marks=marks) for group in found]
+
+
+def _marks(groups: Sequence[Group]) -> dict[str, str]:
+    """A letter for each change, in the order in which rows have them."""
+    found: dict[str, str] = {}
+    for group in groups:
+        for row in group.rows:
+            for words in row.changes:
+                found.setdefault(words, ascii_lowercase[len(found)])
+    return found
+
+
+def footnote_of(groups: Sequence[Group]) -> str:
+    """What the letters in the tables of these groups stand for, in a sentence; empty without any."""
+    found: dict[str, str] = {}
+    for group in groups:
+        for row in group.rows:
+            for words in row.changes:
+                found[group.marks[words]] = words
+    if not found:
+        return ""
+    notes = [f"({mark}) {found[mark]}" for mark in sorted(found)]
+    return f"What the bench changes in a framework (docs/settings.md): {'; '.join(notes)}"
 
 
 def _place_of(group: Group) -> tuple[bool, bool, bool, int, int]:
@@ -337,6 +377,7 @@ def _ranked(data: Analysis, row: CellRow, baseline_bytes: int | None) -> RankedR
         correct=correct,
         time=time,
         may_differ=may_differ,
+        changes=as_benched(row.cell),
     )
 
 

@@ -30,6 +30,8 @@ def show(console: Console, answer: Answer) -> None:
         largest, *others = answer.groups
         largest.table.show(console)
         console.print(Text(printable(largest.legend), style="dim"))
+        if notes := largest.footnote:
+            console.print(Text(printable(notes), style="dim"))
         if others:
             titles = [group.title for group in others]
             text = f"report.md has the same table for {'; '.join(titles)}"

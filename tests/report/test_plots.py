@@ -212,6 +212,8 @@ def test_a_title_on_memory_names_one_cause_only_if_it_is_more_than_half() -> Non
     tables = dataclasses.replace(tables, memory_rows=split)
     unsplit = titles(dataclasses.replace(run("cpu"), tables=tables))["memory_categories"]
     assert unsplit.endswith("1.7x the memory of fsdp2-eager"), "whose categories are not known"
+    tied = titles(load(RESULTS / "h100-1b"))["memory_categories"]
+    assert tied.endswith("of fsdp2-deferred and fsdp2-eager"), "which lack not the same"
 
 
 def test_cells_without_a_bar_or_a_point_are_explained() -> None:

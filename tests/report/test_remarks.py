@@ -8,12 +8,15 @@ import pytest
 from PIL import Image
 
 from bench import cli
-from bench.backends.base import BF16_AUTOCAST, BF16_PARAMETERS
+from bench.backends.base import BF16_AUTOCAST, BF16_PARAMETERS, built_in
 from bench.judge.analysis import Analysis
 from bench.judge.analysis import read as read_frames
+from bench.judge.as_benched import AS_BENCHED, as_benched
 from bench.judge.loading import load
+from bench.plan.cell import Device
 from bench.report.citation import cite
 from bench.run.journal import read_document, write_document
+from tests.factories import make_cell
 from tests.pages import kind, read, report, write_run
 
 DDP, FSDP2 = "like-ddp", "like-fsdp2"
@@ -115,3 +118,65 @@ def test_nothing_is_said_where_the_ways_are_alike_or_in_fp32(
         *citations(folder),
     ]
     assert len(every) > 5 and not any(BEGINNING in text for text in every)
+
+
+HF, DDP_DEFERRED = "hf-trainer-ddp", "ddp-deferred"
+
+
+def test_what_the_bench_changes_in_a_framework_is_noted_at_its_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "run", {DDP_DEFERRED: 1.0, HF: 0.8}, repeats=6, accumulate=(2, 4))
+    data = Analysis(run=load(folder))
+    cells = {id_: cell for id_, cell in data.run.cells.items() if not cell.twin}
+    ids = {cell.backend: id_ for id_, cell in cells.items() if cell.accumulate == 4}
+    changes = as_benched(cells[ids[HF]])
+    assert len(changes) == 2 and not as_benched(cells[ids[DDP_DEFERRED]])
+    places = texts_by_place(folder)
+    for name, count in (
+        ("terminal", 1),
+        ("table", 1),
+        ("pull request", 2),
+    ):  # of a table for each N
+        for letter, words in zip("ab", changes, strict=True):
+            assert places[name].count(f"({letter}) {words}") == count, name
+    lines = (folder / "report.md").read_text().splitlines()
+    notes = {line.split(" | ")[0]: line.split(" | ")[-1] for line in lines if line[:2] == "| "}
+    assert notes[f"| {HF}"] == "a, b |" and notes[f"| {DDP_DEFERRED}"] == " |"
+    (overview,) = read(folder / "report.html").find("table", id="overview")
+    marks = [mark.text for mark in overview.find("td", data_key="note")]
+    assert sorted(marks) == ["", "", "a, b", "a, b"]
+
+    of_both = cite(data, ids[HF], ids[DDP_DEFERRED]).text
+    caveats = read_frames(folder).cells.set_index("backend")["caveats"]
+    for words in changes:
+        assert f"{HF} N=4 W=2 fp32: {AS_BENCHED}, {words}" in of_both
+        assert f"{AS_BENCHED}, {words}" in cite(data, ids[HF]).text
+        assert words not in cite(data, ids[DDP_DEFERRED]).text
+        assert words in caveats[HF].iloc[0] and words not in caveats[DDP_DEFERRED].iloc[0]
+        assert f"{AS_BENCHED}, {words}" in [finding.text for finding in data.findings]
+    cli.main(["compare", str(folder), "--backend", HF, "--against", DDP_DEFERRED])
+    told = " ".join(capsys.readouterr().out.split())
+    assert all(told.count(f"{AS_BENCHED}, {HF}: {words}") == 1 for words in changes)
+
+
+def test_a_run_in_which_nothing_is_changed_has_no_notes(tmp_path: Path) -> None:
+    """Nor is anything known of a backend that is not one of the bench's."""
+    folder = write_run(tmp_path / "run", {DDP_DEFERRED: 1.0, FSDP2: 0.8}, repeats=6, twin=False)
+    for name, text in texts_by_place(folder).items():
+        assert "note" not in text.split() and "docs/settings.md)" not in text, name
+
+
+def test_notes_on_a_backend_are_short_and_hold_on_its_device() -> None:
+    found: dict[str, set[str]] = {}
+    for name in built_in():
+        for device in Device:
+            words = as_benched(make_cell(backend=name, device=device))
+            assert all(len(each.split()) <= 12 for each in words), words
+            found[f"{name} {device}"] = set(words)
+    of_lightning = found["lightning-deepspeed-zero2 cpu"] - found["lightning-deepspeed-zero2 cuda"]
+    assert ["DeepSpeedStrategy" in words for words in of_lightning] == [True]
+    corrected = found["lightning-deepspeed-zero2-corrected cuda"]
+    assert len(corrected - found["lightning-deepspeed-zero2 cuda"]) == 1
+    assert found["hf-trainer-ddp cpu"] and found["torchtitan-eager cpu"]
+    assert not found["fsdp2-eager cpu"] | found["fsdp2-eager cuda"] | found["ddp-eager cpu"]

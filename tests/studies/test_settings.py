@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from bench.judge.as_benched import as_benched
+from bench.plan.cell import Device
 from studies import objections, settings, variants
 from tests.conftest import ROOT
+from tests.factories import make_cell
 
 BACKENDS = ROOT / "bench" / "backends"
 FRAMEWORKS = tomllib.loads(settings.ABOUT.read_text(encoding="utf-8"))["frameworks"]
@@ -81,6 +84,29 @@ def test_every_patch_of_a_framework_is_listed_and_no_other() -> None:
     for where in listed:
         module, _, name = where.partition(": ")
         assert f"def {name}(" in (BACKENDS / module).read_text(encoding="utf-8"), where
+
+
+UNTIMED = {
+    "deepspeed.py: prepare": "no training calls the operator",
+    "deepspeed.py: short_parameter_repr": "while an engine is built",
+    "torchtitan.py: load": "when it is imported, and after the training",
+}
+"""Patches that no timed window has."""
+TIMED = {
+    "plain.py: disable_runtime_statistics": ("ddp-deferred", "cuda"),
+    "lightning.py: on_cpu": ("lightning-deepspeed-zero2", "cpu"),
+    "accelerate.py: set_up_state": ("accelerate-fsdp2", "cpu"),
+    "hugging_face.py: _trainer": ("hf-trainer-fsdp2", "cuda"),
+    "torchtitan.py: train": ("torchtitan-eager", "cpu"),
+}
+"""All others, each with a backend and device that have it."""
+
+
+def test_every_patch_that_is_timed_is_noted_in_tables() -> None:
+    listed = {row[2] for framework in FRAMEWORKS for row in framework.get("patched", ())}
+    assert listed == UNTIMED.keys() | TIMED.keys()
+    for where, (backend, device) in TIMED.items():
+        assert as_benched(make_cell(backend=backend, device=Device(device))), where
 
 
 def test_every_framework_has_its_objection_with_what_was_measured() -> None:
