@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 
 import pytest
 
@@ -51,10 +52,9 @@ def test_a_verdict_follows_its_measurement(measured: Measured) -> None:
     assert judged["every_batch"] == (f"true only under DeepSpeed {MEASURED}", FALSE)
     assert judged["hook"] == (f"true only without DeepSpeed {MEASURED}", TRUE)
     assert judged["call_is_normal"] == (TRUE, TRUE)
-    assert judged["offload_drops"] == (
-        "true only under ZeRO-2, from 0.15.2 to before 0.19.0",
-        FALSE,
-    )
+    here, elsewhere = judged["offload_drops"]
+    assert elsewhere == FALSE and here.startswith("true only under ZeRO-2, ")
+    assert re.findall(r"\d+\.\d+\.\d+", here) == ["0.15.2", "0.19.0"]
 
 
 def test_the_formula_of_samples_is_that_of_the_article(measured: Measured) -> None:
@@ -63,10 +63,7 @@ def test_the_formula_of_samples_is_that_of_the_article(measured: Measured) -> No
         row for claims in CLAIMS.values() for row in claims if row["judge"] == "ceil_of_samples"
     ]
     verdict, text = answer(row, measured)
-    assert (
-        verdict == FALSE
-        and "two epochs are 6 by this formula and 4 by the rule of every backend" in text
-    )
+    assert verdict == FALSE and "6 by this formula and 4 by the rule" in text
 
 
 def test_a_verdict_on_memory_asks_the_large_model_too(
