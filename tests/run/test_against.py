@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from bench.cli import main
-from bench.errors import BAD, GOOD, InputError
-from bench.judge import evidence
+from bench.errors import BAD, GOOD, UNCHECKED, InputError
 from bench.judge.loading import load
 from bench.judge.statistics import MIN_TRIALS
+from bench.judge.verdicts import Reason
 from bench.launch import two_codes
 from bench.plan.cell import Status, summarize
 from tests.conftest import ROOT, bench
@@ -176,25 +176,14 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(shutil.which("git") is None, reason="commits are git's")
 @pytest.mark.parametrize(("commit", "status"), [("fast", BAD), ("HEAD", GOOD)])
 def test_of_two_commits_the_slower_is_named_and_equal_ones_are_not(
-    repository: Path,
-    tmp_path: Path,
-    capsys: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    commit: str,
-    status: int,
+    repository: Path, tmp_path: Path, capsys: Any, commit: str, status: int
 ) -> None:
-    """A gate as in docs/ci.md, with real trials; other programs disturb both sides, which take turns."""
-    monkeypatch.setattr(evidence, "IDLE_SHARE", 1.0)
+    """A gate as in docs/ci.md, with real trials; on a busy machine it checks no times, and says so."""
     out, matrix = tmp_path / "run", tmp_path / "gate.toml"
     matrix.write_text(GATE)
     command = ["run", "--matrix", str(matrix), "--against", commit, "--out", str(out), "--quiet"]
     done = bench(*command, cwd=repository, PYTHONPATH=str(repository))
     assert done.returncode == GOOD, done.stdout + done.stderr
-
-    assert main(["compare", str(out), "--fail-on", "slower=20%", "--json"]) == status
-    (found,) = json.loads(capsys.readouterr().out)["cells"]
-    assert found["backend_b"] == "ddp-deferred" and found["unchecked"] == []
-    assert found["regressions"] == (["slower"] if status == BAD else [])
 
     rows = [row for row in load(out).tables.trial_rows if row.cell.backend == "ddp-deferred"]
     blocks: dict[int, list[str]] = {}
@@ -202,6 +191,15 @@ def test_of_two_commits_the_slower_is_named_and_equal_ones_are_not(
         blocks.setdefault(row.repeat, []).append(row.cell.twin)
     sides = {"", *(row.cell.twin for row in rows if row.cell.other_commit)}
     assert len(blocks) == MIN_TRIALS and all(sides <= set(block) for block in blocks.values())
+
+    ended = main(["compare", str(out), "--fail-on", "slower=20%", "--json"])
+    (found,) = json.loads(capsys.readouterr().out)["cells"]
+    assert found["backend_b"] == "ddp-deferred"
+    if found["reason"] == Reason.DISTURBED:
+        assert ended == UNCHECKED
+        pytest.skip(found["detail"])
+    assert (ended, found["unchecked"]) == (status, [])
+    assert found["regressions"] == (["slower"] if status == BAD else [])
     seconds = {
         side: statistics.median(row.step_time_s or 0 for row in rows if row.cell.twin == side)
         for side in sides
