@@ -141,19 +141,19 @@ BAD_INPUT = {
         ),
         (
             "--accumulate abc",
-            r"--accumulate: 'abc' is not a list of integers such as 1,4,8; see .* --help",
+            r"--accumulate: 'abc' is not a list of integers .* --help",
         ),
         ("--repeats many", r"--repeats: invalid int value: 'many'"),
-        ("--repeats 3 --max-repeats 2", r"--max-repeats is 2; it must be at least --repeats, 3"),
+        ("--repeats 3 --max-repeats 2", r"--max-repeats is 2; .* at least --repeats, 3"),
         (
             "--budget '3 minutes'",
-            r"'3 minutes' is not a time above 0 with its unit, such as 90s, 20m or 1h",
+            r"'3 minutes' is not a time .* 20m",
         ),
         (
             "--interval-width 200%",
-            r"--interval-width is 2.0; it must be the width of an interval above 0 and",
+            r"--interval-width is 2.0; it must be",
         ),
-        ("--batch 30", r"--batch is 30, .* = 8 x 2 = 16; the nearest that are: 16 and 32"),
+        ("--batch 30", r"--batch is 30, .* = 8 x 2 = 16; .*: 16 and 32"),
         ("--micro-batch 1 --accumulate 2 --batch 9", r"--batch: follows from --micro-batch and"),
         (
             "--workload no_such_module:f",
@@ -163,48 +163,48 @@ BAD_INPUT = {
             "--workload json:no_such",
             r"--workload: workload 'json:no_such': .* has no attribute 'no_such'",
         ),
-        ("--precision fp8", r"--precision is \['fp8'\]; it must be a list of fp32, bf16"),
+        ("--precision fp8", r"--precision is \['fp8'\]; .* fp32, bf16"),
         (
             "--inactivity -1",
-            r"--inactivity is -1.0; it must be a positive number of seconds, or 0 for no limit",
+            r"--inactivity is -1.0; it must be .* seconds",
         ),
         (
             "--corpus missing.txt",
-            r"--corpus missing.txt: cannot be read \(No such file or directory\)",
+            r"--corpus missing.txt: cannot be read",
         ),
-        ("--corpus short.txt", r"--corpus short.txt: has 64 bytes; one sample needs .* = 65 bytes"),
-        ("--device cuda", r"--device is 'cuda', and no GPU is visible here; use --matrix cpu"),
-        ("--fake-tensors", r"--fake-tensors: is for a virtual world; give --virtual-world too"),
+        ("--corpus short.txt", r"--corpus short.txt: has 64 bytes; .* = 65"),
+        ("--device cuda", r"--device is 'cuda', .*; use --matrix cpu"),
+        ("--fake-tensors", r"--fake-tensors: .*; give --virtual-world"),
         (
             "--share-gpu --device cuda",
-            r"--share-gpu: needs a GPU, and none is visible here; leave it out",
+            r"--share-gpu: needs a GPU, and none",
         ),
         (
             "--share-gpu --virtual-world 8",
-            r"--share-gpu: is for ranks that exist; give --world-size too",
+            r"--share-gpu: .*; give --world-size",
         ),
         ("--colour red", r"unrecognized arguments: --colour red; see .* --help"),
         ("--repaets 3", r"--repaets is unknown; did you mean --repeats\?; see .* run --help"),
-        ("--out short.txt", r"--out short.txt: cannot be written \(.*\); name a folder that can"),
+        ("--out short.txt", r"--out short.txt: cannot be written \("),
         (
             "--out short.txt/below",
-            r"--out short.txt/below: cannot be written \(.*\); name a folder that can",
+            r"--out short.txt/below: cannot be written \(",
         ),
-        ("--out \udcff", r"'.udcff': this argument is not UTF-8; rename what it names"),
+        ("--out \udcff", r"'.udcff': this argument is not UTF-8"),
     ],
     "run --matrix mine.toml": [
         (
             "--baseline ddp-eage",
-            r"--baseline: 'ddp-eage' is not a backend of this matrix; did you mean ddp",
+            r"--baseline: 'ddp-eage' is .*; did you mean ddp",
         ),
         (
             "--micro-batch 3",
-            r"is 16, which is not divisible by micro-batch x world size = 3 x 2 = 6",
+            r"is 16, .* = 3 x 2 = 6",
         ),
         ("--virtual-world 8 --fake-tensors", r"ddp-eager cannot run on fake tensors"),
         (
             "--share-gpu",
-            r"--share-gpu: needs a GPU, and mine.toml: device is 'cpu'; leave it out, or use --matrix",
+            r"--share-gpu: needs a GPU, .*: device is 'cpu'",
         ),
     ],
     "run": [
@@ -216,21 +216,21 @@ BAD_INPUT = {
         ),
         (
             "--matrix zero.toml",
-            r"zero.toml: axes.accumulate is \[0\]; it must be a list of integers",
+            r"zero.toml: axes.accumulate is \[0\]; it must be",
         ),
         ("--matrix uneven.toml", r"uneven.toml: workload.global_batch_size is 16, .* the nearest"),
         ("--matrix auto.toml", r"axes.accumulate is 'auto', which needs axes.micro_batch_size"),
-        ("--matrix empty.toml", r"empty.toml: device is missing; it must be one of cpu, cuda"),
-        ("--resume nowhere", r"nowhere: holds no run \(run.json: No such file or directory\)"),
+        ("--matrix empty.toml", r"empty.toml: device is missing; .* cpu, cuda"),
+        ("--resume nowhere", r"nowhere: holds no run \(run.json: "),
     ],
     "": [
         ("walk", r"invalid choice: 'walk' .*run.*plan.*backends.*report"),
         (
             "report nowhere",
-            r"nowhere: holds no run \(run.json: No such file or directory\); name a folder under",
+            r"nowhere: holds no run \(run.json: ",
         ),
         ("lint", r"name at least one config"),
-        ("lint x --samples 0", r"argument --samples: '0' is not an integer from 1 to"),
+        ("lint x --samples 0", r"argument --samples: '0' is .* from 1 to"),
         ("lint x --world-size two", r"argument --world-size: 'two'"),
         ("lint x --deepspeed-version new", r"'new' is no version such as 0.18.2"),
     ],
@@ -242,11 +242,11 @@ BAD_INPUT = {
     "plan": [
         (
             "--matrix xyzzy",
-            r"--matrix xyzzy: unknown; use one of auto, bytes, .*, smoke, a .toml file",
+            r"--matrix xyzzy: unknown; .* auto, bytes, .*, smoke, ",
         ),
         (
             "--matrix no.toml",
-            r"--matrix no.toml: cannot be read \(No such file or directory\); name a TOML",
+            r"--matrix no.toml: cannot be read",
         ),
         *(
             (
@@ -257,16 +257,16 @@ BAD_INPUT = {
         ),
     ],
     "semantics": [
-        ("--samples 0 --micro-batch 1 --accumulate 2", r"--samples is 0; it must be an integer of"),
+        ("--samples 0 --micro-batch 1 --accumulate 2", r"--samples is 0; it must be"),
         ("--samples 4 --micro-batch 1", r"--accumulate: is missing"),
         (
             "--samples 4 --micro-batch 1 --accumulate x",
-            r"--accumulate: 'x' is not a list of integers such as 1,4,2",
+            r"--accumulate: 'x' is not a list of integers",
         ),
         ("--suite --samples 4", r"--samples: describes one scenario"),
         (
             "--suite --scenario nope",
-            r"--scenario nope: scenarios.toml has no such scenario; use one of",
+            r"--scenario nope: .* no such scenario; use one of",
         ),
         (
             "--samples 4 --micro-batch 1 --accumulate 2 --backend nope",
@@ -276,14 +276,14 @@ BAD_INPUT = {
     ],
     "steps": [
         ("--micro-batch 4", r"the following arguments are required: --samples"),
-        ("--samples 0 --micro-batch 4", r"--samples is 0; it must be an integer of at least 1"),
+        ("--samples 0 --micro-batch 4", r"--samples is 0; it must be"),
         (
             "--samples 9 --micro-batch 4 --accumulate 0",
-            r"--accumulate is \[0\]; it must be an integer from 1 to 1000000,",
+            r"--accumulate is \[0\]; .* from 1 to 1000000,",
         ),
         (
             "--samples 9 --micro-batch 4 --accumulate 1,x",
-            r"'1,x' is not a list of integers such as 1,4,2",
+            r"'1,x' is not a list of integers",
         ),
         (
             "--samples 2 --micro-batch 1 --world-size 3 --sampler-drop-last",
@@ -291,7 +291,7 @@ BAD_INPUT = {
         ),
         (
             "--samples 9 --micro-batch 4 --max-steps -2",
-            r"--max-steps is -2; it must be an integer of at least 0",
+            r"--max-steps is -2; .* at least 0",
         ),
         (
             "--samples 9 --micro-batch 6 --world-size 2 --drop-last",
@@ -303,7 +303,7 @@ BAD_INPUT = {
         ),
         (
             "--samples 9 --micro-batch 4 --backend ,",
-            r"--backend: no name is given; it must be 'all' or a list",
+            r"--backend: no name is given",
         ),
     ],
     "throughput": [
@@ -311,11 +311,11 @@ BAD_INPUT = {
         ("--epochs 2", r"--epochs: goes with --micro-batches; add it"),
         ("--micro-batches 8 --epoch whole", r"--micro-batches: does not go with --epoch"),
         ("--micro-batches 8 --out out", r"--micro-batches: does not go with --out"),
-        ("--window-size 1,5", r"--window-size: '1,5' is not a list of integers from 2 on"),
+        ("--window-size 1,5", r"--window-size: '1,5' is .* from 2 on"),
         ("--epoch half", r"--epoch: 'half' is not of whole, partial, short"),
         ("--optimizer-time -1", r"--optimizer-time: '-1' is not a number above 0"),
         ("--strategy fsdp", r"--strategy: invalid choice: 'fsdp'"),
-        ("--accumulate 1 --epoch short", r"--accumulate 1: has no partial and no short epoch"),
+        ("--accumulate 1 --epoch short", r"--accumulate 1: has no partial"),
         ("--out /dev/null/out", r"--out /dev/null/out: cannot be written"),
     ],
     "predict --world-size 64 --accumulate 16 --sequence 8192 --precision bf16 --model tiny": [
@@ -349,11 +349,11 @@ BAD_INPUT = {
         ("--model hf:nowhere", r"hf:nowhere': nowhere"),
         (
             "--model hf:gpt2.json",
-            r"gpt2.json: the layout of model_type 'gpt2' is unknown; known are llama",
+            r"gpt2.json: .* model_type 'gpt2' is unknown; .* llama",
         ),
         (
             "--model hf:llama.json",
-            r"llama.json: hidden_size is 'wide'; it must be an integer of at least 1",
+            r"llama.json: hidden_size is 'wide'; it must be",
         ),
         ("--link H100 --world-size 12", r"--link: .* 8 does not divide the 12 ranks"),
         ("--link H300", r"--link: 'H300' is not .* or one of A100"),
@@ -369,7 +369,7 @@ BAD_INPUT = {
         ("", r"--accumulate: is missing"),
         (
             "--batch 100 --link H100 --peak H100",
-            r"--batch: 100 samples do not divide by the 64 ranks",
+            r"--batch: 100 samples .* 64 ranks",
         ),
         ("--batch 128", r"--batch: compares times; give --link"),
         ("--batch 128 --link H100", r"--batch: compares times; give --peak"),
@@ -413,9 +413,7 @@ def test_a_defect_of_the_bench_is_one_line_that_says_where_to_report_it(place: P
         INTERRUPTED,
     )
     assert err.startswith("bench: ZeroDivisionError: first line second line (test_cli.py:")
-    assert err.endswith(
-        "report it with the command and the traceback of --debug to the project's issue tracker\n"
-    )
+    assert "traceback of --debug to the project's issue tracker\n" in err
     status, _, err = place.call("plan", "--debug")
     assert (
         status == DEFECT
@@ -469,13 +467,13 @@ def test_a_python_without_the_packages_is_told_where_they_are() -> None:
         command, cwd=ROOT, env={"PATH": os.defpath}, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (WRONG, "", 1)
-    assert "lacks the package pydantic; use an environment that has it: " in done.stderr
+    assert "lacks the package pydantic; " in done.stderr
 
 
 def test_a_finished_run_is_not_written_over_and_resumes_without_other_options(place: Place) -> None:
     finished_run(place)
     assert "--repeats" in place.refused("run", "--resume", "out", "--repeats", "9")
-    words = "--out out: holds a run already; name another folder, or go on with --resume out"
+    words = "--out out: holds a run already; "
     assert words in place.refused("run", "--matrix", "mine.toml", "--out", "out")
 
 
@@ -498,8 +496,8 @@ def test_plan_shows_cells_skips_and_estimates(place: Place) -> None:
     assert sum(line.endswith("skipped: needs x: pip install x") for line in lines) == 2
     assert re.match(r"\w{12} +ddp-deferred +2 +2 +4  fp32 +[\d.]+ s +[\d.]+ MiB", lines[5])
     matrix, trials, time, memory = lines[7:]
-    words = "6 cells: 2 compared with ddp-eager, 2 of ddp-eager itself, 1 reference, 1 A/A twin; 2 cells skipped"
-    assert matrix == f"matrix mine: {words}"
+    assert re.findall(r"\d+", matrix) == ["6", "2", "2", "1", "1", "2"], matrix
+    assert matrix.startswith("matrix mine: 6 cells: ") and matrix.endswith("; 2 cells skipped")
     assert trials.startswith("12 trials, 2 repeats of each cell: about ") and time.startswith(
         "time: per trial"
     )
@@ -587,7 +585,7 @@ def test_repeats_precision_and_budget(place: Place) -> None:
     )
     out = place.call("plan", "--matrix", name, *more)[1]
     assert ", 2 repeats of each cell" in out and " bf16 " in out
-    assert "then up to 40 repeats of the cells whose intervals are wider than 5 %" in out
+    assert re.search(r"then up to 40 repeats .* 5 %", out)
     assert (
         ", 1 repeat of each cell" in place.call("plan", "--matrix", name, "--max-repeats", "1")[1]
     )
@@ -609,11 +607,11 @@ def test_micro_batches_are_an_axis(place: Place) -> None:
 
     rows, held = planned("--micro-batch", "1,4")
     assert rows == [["8", "2", "1"], ["2", "2", "4"]]
-    assert held == "the global batch B is held: N = B / (micro-batch x W)"
+    assert held.endswith("N = B / (micro-batch x W)")
     assert planned("--micro-batch", "4", "--batch", "32")[0] == [["4", "2", "4"]]
     rows, held = planned("--micro-batch", "1,4", "--accumulate", "2,3")
     assert rows == [["2", "2", "1"], ["2", "2", "4"], ["3", "2", "1"], ["3", "2", "4"]]
-    assert held == "the global batch follows: B = micro-batch x N x W"
+    assert held.endswith("B = micro-batch x N x W")
     assert planned("--micro-batch", "3", "--virtual-world", "8")[0] == [
         ["1", "8", "3"],
         ["2", "8", "3"],
@@ -674,7 +672,7 @@ def test_the_commands_are_listed_in_groups(place: Place) -> None:
         if name != "options"
     }
     assert listed == {name: list(names) for name, names in COMMANDS.items()} and len(listed) == 3
-    assert "  predict       predict memory, collectives and step times without running" in out
+    assert "  predict       predict memory, collectives " in out
 
 
 def test_backends_lists_all(place: Place) -> None:
@@ -684,8 +682,9 @@ def test_backends_lists_all(place: Place) -> None:
     assert lines[0].split()[:4] == ["backend", "framework", "sharding", "sync"]
     assert [line.split()[0] for line in lines[1:]] == list(registry(built_in()))
     assert all("no GPU here" in line for line in lines[1:])
-    defects = {line.split()[0] for line in lines if "every gradient is N times too small" in line}
-    assert defects == {"lightning-deepspeed-zero2", "lightning-deepspeed-zero3"}
+    known = {name: kind.defect for name, kind in registry(built_in()).items() if kind.defect}
+    told = {line.split()[0] for line in lines[1:] if line.endswith(tuple(known.values()))}
+    assert told == known.keys() == {"lightning-deepspeed-zero2", "lightning-deepspeed-zero3"}
 
 
 def with_launcher(place: Place, script: Script | None = None) -> list[FakeLauncher]:
@@ -761,17 +760,14 @@ def test_a_known_defect_is_no_surprise(place: Place) -> None:
     assert status == GOOD
     words = " ".join(out.split())
     progress, summary = words.split("backend memory ratio n correct?", 1)
-    assert f"s/step; invalid, {EXPECTED}: Lightning divides the loss by N" in progress
+    assert f"s/step; invalid, {EXPECTED}: " in progress
     assert "lightning-deepspeed-zero2 - - 0 invalid" in summary
-    assert (
-        "Do not use lightning-deepspeed-zero2 (N = 2): Lightning divides the loss by N" in summary
-    )
-    assert "exit status 0: all invalid trials are due to documented defects" in summary
+    assert "Do not use lightning-deepspeed-zero2 (N = 2): " in summary
+    assert "exit status 0: all invalid trials" in summary
     for report in ("report.html", "report.md"):
         short = " ".join((place.folder / "out" / report).read_text().split())
-        # among the first statements
-        assert "Lightning divides the loss by N, and so does the DeepSpeed engine" in short
-        assert "a documented defect of the framework" in short
+        assert registry()["lightning-deepspeed-zero2"].defect in short
+        assert EXPECTED.partition(",")[0] in short
 
 
 def test_a_known_defect_excuses_nothing_else(place: Place) -> None:
@@ -875,7 +871,7 @@ def test_a_torn_line_is_moved_aside_and_told(place: Place) -> None:
     made = with_launcher(place)
     status, out, _ = place.call("run", "--resume", "out")
     assert status == GOOD
-    assert "was cut short, and never counted; the rest of it is in out/trials.torn-1" in out
+    assert "was cut short" in out and "out/trials.torn-1" in out
     assert [spec.passes for spec in made[0].specs] == [("time",)]
 
 
@@ -922,9 +918,8 @@ def test_an_error_on_top_of_an_interrupt_is_told(place: Place) -> None:
     with_launcher(place, at_trial(4, fail_at_the_end))
     status, _, err = place.call("run", "--matrix", place.matrix(), "--out", "out")
     assert status == WRONG
-    assert err.startswith(
-        "bench: out: [Errno 5] Input/output error; the finished trials are kept; go on with: "
-    )
+    assert err.startswith("bench: out: [Errno 5] Input/output error; ")
+    assert "go on with: " in err
 
 
 NO_SPACE = raises(OSError(errno.ENOSPC, "No space left on device"))
@@ -934,16 +929,14 @@ def test_a_full_disk_ends_the_run_with_all_finished_trials(place: Place) -> None
     with_launcher(place, at_trial(4, NO_SPACE))
     status, _, err = place.call("run", "--matrix", place.matrix(), "--out", "out")
     assert status == WRONG
-    assert err == (
-        "bench: out: the disk is full; free some space; the finished trials are kept; go on with: "
-        "python -m bench run --resume out\n"
-    )
+    assert err.startswith("bench: out: the disk is full; ") and err.count("\n") == 1
+    assert err.endswith("go on with: python -m bench run --resume out\n")
     assert len(Journal(place.folder / "out").read()) == 4
 
 
 def test_a_run_that_will_not_fit_is_not_begun(place: Place) -> None:
     place.patch.setattr(start, "free", lambda folder: 2**24)
-    words = r"--out out: the run needs about \d+ MiB, and 16 MiB are free; free some, or name another folder"
+    words = r"--out out: .* needs about \d+ MiB, .* 16 MiB are free"
     assert re.search(words, place.refused("run", "--matrix", place.matrix(), "--out", "out"))
 
 

@@ -25,7 +25,7 @@ CASES = {
     "x-killed": ("crashed", r"rank 1 was ended by SIGKILL"),
     "x-unsupported": (
         "unsupported",
-        r"rank 1: UnsupportedError: this framework cannot do that; use another",
+        r"rank 1: UnsupportedError: this framework cannot do that",
     ),
     "x-needs-missing": ("unsupported", r"needs no_such_package_at_all: pip install"),
     "x-last-only": ("invalid", r"pointing elsewhere: samples were lost"),

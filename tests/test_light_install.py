@@ -110,7 +110,7 @@ def test_a_report_is_drawn_without_a_framework(light: Any, tmp_path: Path) -> No
 def test_what_trains_names_what_it_lacks(light: Any, command: str) -> None:
     done = light(command)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (WRONG, "", 1)
-    assert "lacks the package torch; use an environment that has it: " in done.stderr
+    assert "lacks the package torch; " in done.stderr
 
 
 def test_doctor_says_that_torch_cannot_be_used(light: Any) -> None:

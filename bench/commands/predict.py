@@ -169,7 +169,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     compute = parser.add_mutually_exclusive_group()
     words = "compute time of one optimizer step, recomputation included, such as 1.9s"
     compute.add_argument("--compute-time", type=_amount(TIMES, "1.9s"), metavar="TIME", help=words)
-    words = "instead of --compute-time: H100, H200, A100, or such as 989TFLOP/s"
+    words = f"instead of --compute-time: {', '.join(BF16_PEAK_FLOPS)}, or such as 989TFLOP/s"
     compute.add_argument("--peak", metavar="GPU|RATE", help=words)
     words = "share of the peak that is reached (default: 35%%)"
     option("--mfu", type=share, metavar="P", help=words)

@@ -18,7 +18,11 @@ NO_SETTINGS: Settings = {}
 CallsAndHeld = tuple[Iterable[Call], dict[str, int]]
 """The collectives of a window, and the bytes held by category."""
 Formula = Callable[[type[Any], Cell, Layout, int, Settings], CallsAndHeld | None]
-"""From backend, cell, layout, rank and settings; None for a cell that it does not cover."""
+"""From backend, cell, layout, rank and settings; None for a cell that it does not cover.
+
+Each takes backends of its own class, and those of other packages come in here, so the class is
+anybody's.
+"""
 
 
 def moments(cell: Cell, numel: int, num_tensors: int) -> int:

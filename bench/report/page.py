@@ -9,11 +9,11 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import TypedDict, TypeVar
 
 import jinja2
 from markupsafe import Markup
@@ -133,7 +133,6 @@ def _add(choices: list[Choice], choice: Choice) -> None:
 
 def overview(groups: Sequence[Group], choices: Choices) -> Table:
     """The cells of all groups; the page's script filters, sorts and compares them."""
-    cells: Any = _environment().get_template("cells.html").module
     rows: list[TableRow] = []
     is_timed = False
     for group in groups:
@@ -145,7 +144,7 @@ def overview(groups: Sequence[Group], choices: Choices) -> Table:
         rows.append(TableRow({"backend": group.title}, attributes=about, is_heading=True))
         for row in group.rows:
             place = choices["backend"].index(row.backend)
-            rows.append(_overview_row(cells, group, row, place))
+            rows.append(_overview_row(group, row, place))
     columns = []
     for column in COLUMNS:
         is_in_other = column.key.endswith(("_ends", "_ratio"))
@@ -155,12 +154,18 @@ def overview(groups: Sequence[Group], choices: Choices) -> Table:
         if is_shown and not is_in_other and column.key not in OF_GPUS:
             columns.append(column)
     columns.append(TableColumn("cite", "cite", is_number=False))
-    caption = cells.caption(is_timed, choices["baseline"][0])
+    caption = _macro("caption")(is_timed, choices["baseline"][0])
     return Table(columns=columns, rows=rows, caption=caption)
 
 
-def _overview_row(cells: Any, group: Group, row: RankedRow, place: int) -> TableRow:
-    """``cells``: the macros of cells.html; ``place``: of the backend among all."""
+def _macro(name: str) -> Callable[..., str]:
+    """A macro of cells.html."""
+    macro: Callable[..., str] = getattr(_environment().get_template("cells.html").module, name)
+    return macro
+
+
+def _overview_row(group: Group, row: RankedRow, place: int) -> TableRow:
+    """``place``: of the backend among all."""
     texts = group.texts(row)
     ratio = None
     if texts["ratio"] != DASH:
@@ -170,7 +175,7 @@ def _overview_row(cells: Any, group: Group, row: RankedRow, place: int) -> Table
         "ratio": ratio,
         "memory": row.peak_memory_bytes,
     }
-    html = {key: getattr(cells, key)(group, row, texts) for key in (*raw, "correct", "cite")}
+    html = {key: _macro(key)(group, row, texts) for key in (*raw, "correct", "cite")}
     attributes: dict[str, object] = {
         "id": f"cell-{row.cell_id}",
         "data-id": row.cell_id,

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import pandas as pd
 from matplotlib.artist import Artist
@@ -56,8 +56,9 @@ SHARDING_DASHES: dict[str, tuple[float, ...]] = {
 SOLID_LENGTH, DOT, DOT_GAP = 14.0, 1.4, 1.4
 """Dashes of a solid line that resembles another, and the dots that distinguish lines."""
 
-RC: dict[str, Any] = {
-    "font.family": "DejaVu Sans",
+FONT = "DejaVu Sans"
+RC: dict[str, object] = {
+    "font.family": FONT,
     "font.size": 8,
     "axes.titlesize": 8,
     "axes.labelsize": 8,
@@ -74,7 +75,7 @@ RC: dict[str, Any] = {
     "lines.linewidth": 1.1,
 }
 """On top of matplotlib's defaults."""
-BASE: tuple[str, dict[str, Any]] = ("default", RC)
+BASE: tuple[str, dict[str, object]] = ("default", RC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +207,18 @@ def mark(
     axes.plot(x, y, linestyle="none", markevery=markevery, **_marker(look, wrong, size))
 
 
-def _marker(look: Appearance, wrong: bool, size: float) -> dict[str, Any]:
+class _MarkerLook(TypedDict):
+    """What matplotlib takes for a marker."""
+
+    color: str
+    marker: str
+    markersize: float
+    markeredgewidth: float
+    markerfacecolor: NotRequired[str]
+    markeredgecolor: NotRequired[str]
+
+
+def _marker(look: Appearance, wrong: bool, size: float) -> _MarkerLook:
     """A wrong result is a ring that no marker covers.
 
     Others have an edge, to be seen before one of their colour.
@@ -253,7 +265,7 @@ def _renderer() -> RendererAgg:
 @lru_cache(maxsize=1 << 15)
 def text_width(text: str, size: float, weight: str = "normal") -> float:
     """Width of a line of text in inches."""
-    font = FontProperties(family=RC["font.family"], size=size, weight=weight)
+    font = FontProperties(family=FONT, size=size, weight=weight)
     width, *_ = _renderer().get_text_width_height_descent(clean(text), font, ismath=False)
     return float(width / DPI)
 

@@ -80,7 +80,7 @@ def test_steps_that_load_an_optimizer_are_counted_and_are_no_updates(tmp_path: P
     seen = json.loads(done.stdout)
     assert (seen["verdict"], seen["optimizer_steps_without_effect"]) == ("right", 2)
     assert [update["sum"] for update in seen["updates"]] == pytest.approx([1] * 6)
-    assert "2 steps of the inner optimizer changed nothing: no update, but" in seen["diagnosis"]
+    assert "2 steps of the inner optimizer changed nothing" in seen["diagnosis"]
 
 
 TRAINERS = [name for name in registry() if name.startswith("hf-trainer")]

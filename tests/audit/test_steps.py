@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
@@ -403,10 +404,8 @@ def test_all_backends_are_in_one_rule_each(call: Any) -> None:
         "window",
     ]
     assert answer["naive"]["optimizer_steps"] == 6
-    assert (
-        "ceil(40 / 16) x 2 = 6, but cancel takes 5; carry takes 5; split takes 5; "
-        in answer["naive"]["wrong"]
-    )
+    wrong = answer["naive"]["wrong"]
+    assert all(f"{rule} takes 5; " in wrong for rule in ("cancel", "carry", "split"))
     for rule in answer["rules"]:
         of_rule = {field.name for field in dataclasses.fields(StepRule)}
         assert rule.keys() == {"name", "backends", "steps", "differences"} | of_rule
@@ -422,16 +421,11 @@ def test_table_and_sentences(call: Any) -> None:
     assert table["naive formula"][2] == "6"
     assert table["window"][1:3] == ["6", "3"]
     assert table["carry"][1:3] == ["5", "2,3"]
-    assert (
-        "zero3-corrected: 6 of 20 micro-batches (24 samples over all ranks) are cleared in mid-window"
-        in out
-    )
-    assert "trainer.global_step says 4, and trainer.estimated_stepping_batches says 6" in out
-    assert "flush, flush (no counter): the last window of an epoch has 2 of 4 micro-batches" in out
-    assert "2 of 6 updates are 0.5 of the right one" in out
-    assert (
-        "\nnaive: ceil(40 / 16) x 2 = 6, but cancel takes 5; carry takes 5; split takes 5;" in out
-    )
+    assert "zero3-corrected: 6 of 20 micro-batches (24 samples" in out
+    assert re.search(r"trainer\.global_step says 4, .*estimated_stepping_batches says 6", out)
+    assert re.search(r"\nflush, flush \(no counter\): .* 2 of 4 micro-batches", out)
+    assert "2 of 6 updates are 0.5 " in out
+    assert "\nnaive: ceil(40 / 16) x 2 = 6, but cancel takes 5; " in out
 
 
 def test_n_by_epoch(call: Any) -> None:
@@ -442,15 +436,9 @@ def test_n_by_epoch(call: Any) -> None:
         table["flush"][1:3] == table["window"][1:3] == ["16", "8,2,3"]
     )  # 3 again in the last epoch
     assert table["split"][1] == table["cancel"][1] == table["carry"][1] == "unknown"
-    assert (
-        "flush, flush (no counter): the loss of an incomplete last window of an epoch is still divided"
-        in out
-    )
-    assert (
-        "2 of 16 updates at 0.6667 of the right one" in out
-        and "estimated_stepping_batches says 32" in out
-    )
-    assert "Lightning refuses an N by epoch where the strategy accumulates" in out
+    assert "flush, flush (no counter): " in out and "2 of 16 updates at 0.6667 " in out
+    assert "estimated_stepping_batches says 32" in out
+    assert "Lightning refuses an N by epoch" in out
     _, out, _ = call(f"{numbers.replace('1,4,3', '1,4,2')} --max-steps 11 --json")
     steps = {rule["name"]: rule["steps"] for rule in json.loads(out)["rules"]}
     assert (

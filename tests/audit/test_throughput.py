@@ -150,8 +150,5 @@ def test_command_writes_what_it_measured(
     ) == {"virtual"}
     page = (out / "throughput.md").read_text()
     assert "| whole | 4 | 6 | 1, 5 |" in page and str(tmp_path) not in page
-    assert (
-        "epoch: the number of micro-batches NB in an epoch, whole (NB is a multiple of N). reported/s:"
-        in page
-    )
+    assert "whole (NB is a multiple of N). reported/s:" in page
     assert "right: within 1 % of 1." in page

@@ -123,6 +123,5 @@ def test_what_is_wrong_is_among_the_updates_that_are_drawn() -> None:
     shown, others = words(drawing("late")[0]), "of 20; sums of the others: 1.00"
     assert f"right: wrong-at-3\nupdates 1 to 16 {others}" in shown
     assert f"right: wrong-at-20\nupdates 5 to 20 {others}" in shown
-    assert drawing("late")[1].notes[1:] == [
-        "The epoch that raises is trained again as the next one."
-    ]
+    (note,) = drawing("late")[1].notes[1:]
+    assert note.startswith("The epoch that raises ")

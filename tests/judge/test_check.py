@@ -122,7 +122,7 @@ def test_missing_trials_are_found(copy: Path) -> None:
     path = copy / JOURNAL
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-2]))
     errors = found(copy, Level.ERROR)
-    assert errors["trials"] == "2 that were scheduled are not in the journal"
+    assert errors["trials"].startswith("2 that were scheduled")
     assert "journal" in errors
 
 

@@ -113,12 +113,8 @@ def test_all_places_say_the_same(
 
 def test_one_run_says_so(week: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, printed = report(week / "monday")
-    assert (
-        status == 0
-        and "in this run" in printed
-        and "how much runs of this class of machines differ is not known"
-        in (" ".join(printed.split()))
-    )
+    words = " ".join(printed.split())
+    assert status == 0 and "in this run" in words and "machines differ is not known" in words
     data = Analysis.of(load_pool([week / "monday"]), week / "monday")
     text = cite(data, ids(data)["slow"], ids(data)["base"]).text
     assert "verdict: slower in this run" in text and "the verdicts are of this run" in text
@@ -132,7 +128,7 @@ def test_two_runs_are_two_values_and_no_verdict(week: Path) -> None:
     )
     text = cite(data, ids(data)["slow"], ids(data)["base"]).text
     first, second = (f"{ratio:.3f}" for ratio in pair.time.runs)
-    assert f"{first} and {second} times the step time (no interval, over 2 runs)" in text
+    assert f"{first} and {second} times" in text and "(no interval, over 2 runs)" in text
 
 
 def fails(capsys: Any, *arguments: str) -> str:
@@ -150,14 +146,11 @@ def test_runs_that_do_not_belong_together_are_named(
     same = fails(capsys, "check", first, str(week / "monday"), first)
     assert f"{first}: is the same run as {first}" in same
     other = write_run(tmp_path / "cells", {"base": 1.0, "slow": 1.3}, accumulate=(2,))
-    assert f"{other}: cannot be pooled with {first}: it has no cell turning N=2" in fails(
-        capsys, "report", first, str(other)
-    )
+    text = fails(capsys, "report", first, str(other))
+    assert f"{other}: cannot be pooled with {first}: " in text and "cell turning N=2" in text
     machine = run_of_day(tmp_path, "monday", machine={"cpu": "another", "cores": 2})
     text = fails(capsys, "cite", first, str(machine), "slow N=2 W=2 fp32")
-    assert re.search(
-        rf"{machine}: cannot be pooled with {first}: its CPU is another, and the first one's ", text
-    )
+    assert re.search(rf"{machine}: .* {first}: its CPU is another", text)
     torch = run_of_day(tmp_path, "tuesday", packages={"torch": "1.0"})
     assert "its set of frameworks is torch 1.0, and" in fails(capsys, "check", first, str(torch))
     schema = run_of_day(tmp_path / "old", "tuesday")
@@ -180,12 +173,10 @@ def test_what_check_refuses_is_cited_with_force_alone_which_says_so(
     capsys.readouterr()
     assert main(["cite", str(folder), cell]) == 1
     found = capsys.readouterr()
-    assert found.out == "" and "is not cited: journal: was changed after the run" in found.err
+    assert found.out == "" and "journal: was changed after the run" in found.err
     assert main(["cite", str(folder), cell, "--force", "--format", "text"]) == 0
-    assert (
-        "DO NOT CITE THIS: check found journal: was changed after the run"
-        in capsys.readouterr().out
-    )
+    text = capsys.readouterr().out
+    assert "DO NOT CITE THIS: " in text and "journal: was changed after the run" in text
 
 
 def test_older_ids_are_found_and_those_of_another_run_are_not(week: Path) -> None:

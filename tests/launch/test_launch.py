@@ -29,7 +29,7 @@ from tests.launch import acts
 
 TOKEN = "BENCH_TEST_TOKEN"
 FAMILY_S = 100_000 + os.getpid()
-TOO_MUCH = "its ranks wrote more than 1 MiB to their standard output and error"
+TOO_MUCH = "wrote more than 1 MiB"
 
 
 @dataclasses.dataclass
@@ -94,7 +94,7 @@ def test_what_ignores_signals_or_left_the_session_is_ended_too(
     assert set(sleepers()) == before
     for act in ("family_and_sleep", "deaf"):
         found = play(launcher, tmp_path, act)
-        assert (found.status, found.reason) == (Status.CRASHED, TOO_MUCH)
+        assert found.status is Status.CRASHED and TOO_MUCH in found.reason
         assert set(sleepers()) == before
 
 
@@ -130,9 +130,9 @@ def test_segments_are_removed_when_their_last_process_has_ended(
     (tmp_path / "trial" / "segment").write_text(str(segment))
     try:
         with segment.open("r+b") as file, mmap.mmap(file.fileno(), 0):
-            assert play(launcher, tmp_path, "hold_segment").reason == TOO_MUCH
+            assert TOO_MUCH in play(launcher, tmp_path, "hold_segment").reason
             assert segment.exists(), "a peer still has it mapped"
-        assert play(launcher, tmp_path, "hold_segment").reason == TOO_MUCH
+        assert TOO_MUCH in play(launcher, tmp_path, "hold_segment").reason
         assert not segment.exists()
     finally:
         segment.unlink(missing_ok=True)

@@ -61,9 +61,7 @@ def test_more_ranks_than_gpus_are_cells_of_their_own() -> None:
 
 
 def test_one_rank_for_each_gpu_shares_none() -> None:
-    with pytest.raises(
-        InputError, match=r"world_size is 'all', one rank per GPU; with share_gpu it must be a list"
-    ):
+    with pytest.raises(InputError, match=r"world_size is 'all', .* with share_gpu"):
         shared(1, world_size="all")
 
 

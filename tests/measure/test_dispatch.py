@@ -198,11 +198,11 @@ class LooksTwice(DDPEager):
         (DDPEager, ""),
         (
             RepeatsKeys,
-            r"aten._scaled_dot_product_\w+.default of {q} {k} {k} ran 0 times in 3 micro-batches, 6 were due",
+            r"aten._scaled_dot_product_\w+.default of {q} {k} {k} ran 0 times .*, 6 .*",
         ),
         (
             LooksTwice,
-            r"aten.pow.Tensor_Scalar of \[2, 16, 64\] ran 45 times in 6 micro-batches, 60 were due",
+            r"aten.pow.Tensor_Scalar of \[2, 16, 64\] ran 45 times .*, 60 .*",
         ),
     ],
 )

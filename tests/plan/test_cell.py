@@ -90,7 +90,7 @@ def test_from_dict_refuses_what_it_does_not_know() -> None:
         Cell.from_dict({**values, "colour": "red"})
     with pytest.raises(InputError, match="precision is 'fp8'; it must be 'fp32' or 'bf16'"):
         Cell.from_dict({**values, "precision": "fp8"})
-    with pytest.raises(InputError, match="device is 'tpu'; it must be 'cpu' or 'cuda'"):
+    with pytest.raises(InputError, match="device is 'tpu'; it must be"):
         Cell.from_dict({**values, "device": "tpu"})
     del values["backend"]
     with pytest.raises(InputError, match="backend is missing"):

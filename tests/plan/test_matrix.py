@@ -61,25 +61,17 @@ WRONG = [
     ("workload.corpus", ["a"], "'markov' or the path of a text file"),
     ("training.optimizer", "adam", "one of adamw-foreach, adamw-fused"),
     ("training.learning_rate", 0, "a positive number"),
-    (
-        "training.learning_rate",
-        {"adamw": 1e-3, "sgd": 0},
-        "or a table of one for each of adamw and sgd",
-    ),
-    (
-        "training.learning_rate",
-        {"adamw-fused": 1e-3},
-        "or a table of one for each of adamw and sgd",
-    ),
+    ("training.learning_rate", {"adamw": 1e-3, "sgd": 0}, "each of adamw and sgd"),
+    ("training.learning_rate", {"adamw-fused": 1e-3}, "each of adamw and sgd"),
     ("training.seed", -1, "an integer of at least 0"),
     ("axes.backend", [1], "'all' or a list of backend names"),
     ("axes.accumulate", [], "a list of integers of at least 1"),
     ("axes.world_size", [0], "a list of integers of at least 1"),
     ("axes.precision", ["fp16"], "a list of fp32, bf16"),
     ("axes.optimizer", ["adam"], "a list of adamw-foreach, adamw-fused, sgd"),
-    ("axes.clip_norm", [-1.0], "a list of positive numbers, or 0 for no clipping"),
+    ("axes.clip_norm", [-1.0], "a list of positive numbers, or 0"),
     ("axes.activation_checkpointing", True, "a list of true and false"),
-    ("axes.replicate", [1], "a list of integers of at least 2: replicas of HSDP"),
+    ("axes.replicate", [1], "a list of integers of at least 2"),
     ("groups", {}, "a list of tables, [[groups]]"),
     ("groups", [{}], "a list of tables, [[groups]]"),
 ]
@@ -154,9 +146,7 @@ def test_expansion(
         precision=precision,
     )
     if set(chosen) == {SHARDED_REFERENCE} and set(world_size) == {1}:
-        with pytest.raises(
-            InputError, match="nothing is left to run; reference-sharded needs 2 ranks or more"
-        ):
+        with pytest.raises(InputError, match=r"nothing is left to run; .* 2 ranks"):
             expand(made, BACKENDS, 0)
         return
     cells = expand(made, BACKENDS, 0).cells
@@ -217,13 +207,10 @@ def test_replicas_are_an_axis_of_hsdp_alone_and_meshes_that_do_not_fit_are_left_
     for size in (4, 6):
         with pytest.raises(InputError) as caught:
             meshes(named.override("axes.world_size", [size], "--world-size"))
-        assert str(caught.value) == (
-            f"--world-size is {size}: hsdp-eager needs a multiple of its 4 replicas, at least 8 ranks; change it or "
-            "--replicate"
-        )
-    with pytest.raises(
-        InputError, match=r"^made.toml: axes.world_size is 2: hsdp-eager needs a multiple of its 2"
-    ):
+        text = str(caught.value)
+        assert text.startswith(f"--world-size is {size}: hsdp-eager ") and "--replicate" in text
+        assert "its 4 replicas" in text and "at least 8 ranks" in text
+    with pytest.raises(InputError, match=r"^made.toml: axes.world_size is 2: hsdp-eager .* its 2"):
         meshes(made)
     assert meshes(made.override("axes.world_size", [2], "--world-size")) == {("fsdp2-eager", 2, 0)}
     whole = made.override("axes.backend", "all", "").override("axes.world_size", [2, 4], "")
@@ -235,9 +222,7 @@ def test_replicas_are_an_axis_of_hsdp_alone_and_meshes_that_do_not_fit_are_left_
         False,
         True,
     ]
-    with pytest.raises(
-        InputError, match=r"^--backend: nothing is left to run; .* HSDP twice as many as replicas"
-    ):
+    with pytest.raises(InputError, match=r"^--backend: nothing is left to run; .* HSDP"):
         meshes(on_gpus.override("axes.backend", ["hsdp-eager"], "--backend"), 2)
 
 
@@ -284,9 +269,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest(
 def test_gpus() -> None:
     everything = make_matrix({"device": "cuda"}, world_size="all", accumulate=[1])
     assert {cell.world_size for cell in expand(everything, BACKENDS, 4).cells} == {1, 4}
-    with pytest.raises(
-        InputError, match=r"axes.world_size: 2 ranks need as many GPUs; 1 are visible here"
-    ):
+    with pytest.raises(InputError, match=r"axes.world_size: 2 ranks .*; 1 are visible"):
         expand(make_matrix({"device": "cuda"}), BACKENDS, 1)
     with pytest.raises(InputError, match=r"axes.world_size is 'all', which means GPUs"):
         expand(make_matrix(world_size="all"), BACKENDS, 4)
@@ -330,9 +313,7 @@ def test_the_corpus_is_read_once_and_must_hold_the_longest_sample(
     assert read == [65] and {cell.sequence_length for cell in found.cells} == {32, 64}
     assert len({cell.corpus for cell in found.cells}) == 1
     document["groups"][0]["workload"] = {"sequence_length": 65}
-    with pytest.raises(
-        InputError, match=r"has 65 bytes; one sample needs sequence_length \+ 1 = 66 bytes"
-    ):
+    with pytest.raises(InputError, match=r"has 65 bytes; .* = 66 bytes"):
         expand(matrix_file.parse(document, name="made", source="made.toml"), BACKENDS, 0)
 
 
@@ -379,9 +360,7 @@ def test_a_backend_that_cannot_be_virtual_is_refused() -> None:
     backends = dict(BACKENDS)
     backends["made"] = make_backend("made")
     backends["made"].refuses = Refusals(virtual="it phones home")
-    with pytest.raises(
-        InputError, match=r"virtual.world_size: made cannot be in a virtual world: it phones home"
-    ):
+    with pytest.raises(InputError, match=r"virtual.world_size: made .*: it phones home"):
         expand(make_matrix({"virtual.world_size": [8]}, backend=["made"]), backends, 0)
 
 
@@ -451,33 +430,17 @@ def test_a_cell_of_one_trial_is_not_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("group", "words"),
     [
-        (
-            {"once": 1},
-            "once of group 2 is 1; it must be true or false: whether each cell runs a single trial",
-        ),
-        ({"repeats": 1}, "repeats of group 2 cannot be set there; it is one for the whole matrix"),
-        (
-            {"workload": {"corpus": "a.txt"}},
-            "workload.corpus of group 2 cannot be set there; it is one for the whole",
-        ),
-        (
-            {"workload": {"modle": "1b"}},
-            "workload.modle of group 2 cannot be set there; did you mean workload.model?",
-        ),
-        (
-            {"axes": {"accumulate": [0]}},
-            "axes.accumulate of group 2 is [0]; it must be a list of integers",
-        ),
-        (
-            {"groups": [{"once": True}]},
-            "groups of group 2 cannot be set there; it is one for the whole",
-        ),
+        ({"once": 1}, "once of group 2 is 1; .* true or false"),
+        ({"repeats": 1}, "repeats of group 2 cannot be set there; .* whole"),
+        ({"workload": {"corpus": "a.txt"}}, "workload.corpus of group 2 cannot .* whole"),
+        ({"workload": {"modle": "1b"}}, r"workload.modle of group 2 .* workload.model\?"),
+        ({"axes": {"accumulate": [0]}}, r"axes.accumulate of group 2 is \[0\]; it must be"),
+        ({"groups": [{"once": True}]}, "groups of group 2 cannot be set there; .* whole"),
     ],
 )
 def test_what_is_wrong_in_a_group_is_named(group: dict[str, Any], words: str) -> None:
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match=f"^mine.toml: {words}"):
         grouped({"once": True}, group)
-    assert str(caught.value).startswith(f"mine.toml: {words}")
 
 
 def test_the_batch_may_grow_with_the_ranks() -> None:
@@ -495,10 +458,7 @@ def test_the_batch_may_grow_with_the_ranks() -> None:
         ("ddp-eager", 1, 16, 4),
         ("ddp-eager", 2, 32, 4),
     ]
-    with pytest.raises(
-        InputError,
-        match="is 16 for each rank, which is not divisible by N = 3; use a multiple of it",
-    ):
+    with pytest.raises(InputError, match=r"is 16 for each rank, .* by N = 3; "):
         expand(make_matrix({"workload.for_each_rank": True}, accumulate=[3]), BACKENDS, 0)
 
 

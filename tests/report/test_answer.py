@@ -14,12 +14,13 @@ from rich.console import Console
 from bench.errors import InputError
 from bench.findings import Finding, Level
 from bench.judge.analysis import Analysis
-from bench.judge.caveats import link_words
+from bench.judge.caveats import TRANSFER, link_words
 from bench.judge.columns import labels
 from bench.judge.integrity import check
 from bench.judge.loading import Run, load
 from bench.judge.next_steps import VIRTUAL
-from bench.plan.cell import Cell, Sync
+from bench.judge.statistics import MIN_TRIALS
+from bench.plan.cell import Cell, Status, Sync, summarize
 from bench.report.answer import Answer, answer
 from bench.report.citation import cite
 from bench.report.descriptions import eager_and_deferred
@@ -157,7 +158,7 @@ def test_the_first_pair_that_shards_parameters_has_a_statement_and_all_others_sh
     assert (
         found.alarm is not None and "the loss is off" not in found.alarm.text
     )  # it is said of the cell
-    assert found.alarm.text == "An interval needs 5 blocks with both cells; there is 1."
+    assert f"needs {MIN_TRIALS} blocks" in found.alarm.text and "there is 1" in found.alarm.text
 
 
 def test_what_must_not_be_used_is_said_once_with_its_reason(folder: Path, printed: str) -> None:
@@ -171,13 +172,9 @@ def test_what_must_not_be_used_is_said_once_with_its_reason(folder: Path, printe
 def test_the_scope_has_counts_and_the_width_that_check_has(folder: Path) -> None:
     _, found = run_and_answer(folder)
     text = found.scope.text
-    assert "n = 10 good trials per cell; A/A pair " in text and text.endswith(
-        "do not transfer to GPUs."
-    )
-    assert (
-        "11 cells: 7 compared with alpha-eager, 2 of alpha-eager itself, 1 reference, 1 A/A twin; 3 more without"
-        in text
-    )
+    good = {row.cell for row in load(folder).tables.trial_rows if row.status is Status.OK}
+    assert len(good) == 11 and f"{summarize(good, 'alpha-eager')}; 3 more without" in text
+    assert "n = 10 good trials per cell; A/A pair " in text and text.endswith(f"{TRANSFER}.")
     write_document(folder, read_document(folder) | {"ended_by": "budget"})
     (width,) = [
         finding.text.rpartition("interval is ")[2]
@@ -198,10 +195,8 @@ def test_one_repeat_on_a_busy_machine_asks_for_both_in_one_command(tmp_path: Pat
         found.alarm.command
         == "python -m bench doctor && python -m bench run --matrix made --repeats 10"
     )
-    assert (
-        "others took 40 % of its CPUs" in found.alarm.text
-        and "1 repeat, and an interval needs 5" in found.alarm.text
-    )
+    assert "40 % of its CPUs" in found.alarm.text
+    assert "1 repeat" in found.alarm.text and f"needs {MIN_TRIALS}" in found.alarm.text
     assert f"  {found.alarm.command}\n" in printed
     assert (
         not any(group.is_timed for group in found.groups)
@@ -251,10 +246,8 @@ def test_an_interval_without_1_may_decide_nothing_and_a_wide_one_asks_for_nothin
     factors = {"alpha": 1.0, "beta": 1.0, "gamma": 1.03, "delta": 1.04, "epsilon": 1.05}
     found = run_and_answer(write_run(tmp_path / "run", factors, accumulate=(2,), noise=0.03))[1]
     (fastest,), (wide,) = on_topic(found, FASTEST), on_topic(found, "Undecided")
-    assert (
-        "gamma, 1.037 (95 % 1.004-1.071). Alone, gamma looks slower; among 4 comparisons that"
-        in fastest.text
-    )
+    assert "gamma, 1.037 (95 % 1.004-1.071). " in fastest.text
+    assert "Alone, gamma looks slower; among 4 comparisons" in fastest.text
     assert "the interval contains 1" in wide.text and not wide.command
 
 
@@ -306,9 +299,7 @@ def test_what_has_nothing_to_be_compared_with_says_why(tmp_path: Path) -> None:
     assert alarm is not None and alarm.text == "The baseline, alpha, has no trial."
     write_document(folder, read_document(folder) | {"baseline": "reference"})
     alarm = run_and_answer(folder)[1].alarm
-    assert (
-        alarm is not None and alarm.text == "No two cells of the run differ in the backend alone."
-    )
+    assert alarm is not None and alarm.text.startswith("No two cells")
     alarm = run_and_answer(write_run(tmp_path / "one", {"alpha": 1.0}, accumulate=(2,)))[1].alarm
     assert (
         alarm is not None
@@ -351,9 +342,7 @@ def test_cells_that_differ_in_the_batch_alone_have_labels_of_their_own(tmp_path:
     run = load(written(tmp_path / "run", cells))
     assert run.find(named[cells[1]]) == cells[1]
     assert named[cells[1]] in cite(Analysis(run=run), cells[1].cell_id).text
-    with pytest.raises(
-        InputError, match=r"2 cells have this label; use an id: .*B = 16\), .*B = 32\)"
-    ):
+    with pytest.raises(InputError, match=r"2 cells have this label; .*B = 16\), .*B = 32\)"):
         run.find("ddp-deferred N=4 W=2 fp32")
     assert [group.title for group in run_and_answer(tmp_path / "run")[1].groups] == [
         "N = 4, W = 2, B = 16, micro-batch 2",

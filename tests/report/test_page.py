@@ -221,10 +221,9 @@ def test_it_says_how_nodes_differ_and_which_has_the_slowest_rank(tmp_path: Path)
     for record in records:
         Journal(tmp_path).append(record)
     run = judged_run(records, manifest | {"nodes": [other]})
-    assert list(nodes(Analysis(folder=tmp_path, run=run))) == [
-        "Node 1: machine.cpu is 'another', and 'made' on node 0.",
-        "The slowest rank was on node 1 in 2 of 3 trials on several nodes.",
-    ]
+    other_cpu, slowest = nodes(Analysis(folder=tmp_path, run=run))
+    assert other_cpu.startswith("Node 1: machine.cpu is 'another', and 'made'")
+    assert "on node 1 in 2 of 3 trials" in slowest
 
 
 class TestOddRuns:

@@ -24,6 +24,7 @@ from bench.plan.cell import Cell
 from bench.report import bars, figures, style
 from bench.report.canvas import Drawing
 from bench.report.figure_data import sync_pairs
+from bench.report.scatter import SHAPES
 from tests import legible
 from tests.conftest import first
 from tests.pages import HOSTILE, MIB, write_run
@@ -136,25 +137,21 @@ def test_titles_are_findings_and_wrong_backends_are_named() -> None:
     )
     assert found["memory_vs_time"].startswith(f"At N = 8, {fastest} has the shortest step time (")
     assert leanest in found["memory_vs_time"]
-    wrong = "lightning-deepspeed-zero2 and lightning-deepspeed-zero3"
-    deviating = (
-        f"{wrong} deviate from the reference's loss by up to 0.8 nats/token (sgd, not clipped)"
-    )
-    assert drawings_of("curves")["loss_curves"].words.title == deviating
+    deviating = drawings_of("curves")["loss_curves"].words.title
+    assert deviating.startswith("lightning-deepspeed-zero2 and lightning-deepspeed-zero3 ")
+    assert deviating.endswith("up to 0.8 nats/token (sgd, not clipped)")
     verdicts = {
         pair: Analysis(run=run("cpu")).compared(*pair).verdict  # type: ignore[union-attr]
         for pair in sync_pairs_of("cpu", 8)
     }
     faster = sum(verdict is Verdict.FASTER for verdict in verdicts.values())
-    told = (
-        f"At N = 8, deferring the sync is shown to be faster in {faster} of {len(verdicts)} pairs ("
-    )
-    assert found["step_time"].startswith(told) and found["step_time"].endswith(" in this run")
+    assert f"faster in {faster} of {len(verdicts)} pairs (" in found["step_time"]
+    assert re.fullmatch("At N = 8, deferring .* in this run", found["step_time"])
     alike = drawings_of("popular")["loss_curves"]
-    close = (
-        "All 24 backends stay within 2e-05 nats/token of the reference's loss, but 2 are invalid"
-    )
-    assert alike.words.title == close and alike.words.notes[0].startswith("Rings: invalid;")
+    title = alike.words.title
+    assert title.startswith("All 24 backends stay within 2e-05 nats/token ")
+    assert title.endswith(", but 2 are invalid")
+    assert alike.words.notes[0].startswith("Rings: invalid;")
     shown = legible.words(alike.figure)
     assert {"the reference", "22 backends within 8e-07 nats/token of it"} <= set(shown)
     assert "lightning-deepspeed-zero2 (invalid)" in shown
@@ -190,9 +187,8 @@ def test_ratios_show_the_whole_band_of_the_control_and_name_what_has_no_time() -
     assert not any("N = 4:" in text for text in legible.words(drawing.figure))
     legend, untimed, *_ = drawing.words.notes
     assert legend == "Below 1 is faster." and "lightning-deepspeed-zero2 (invalid)" in untimed
-    assert drawing.words.title.startswith(
-        "At N = 4, no backend is shown to be faster than ddp-deferred; "
-    )
+    title = drawing.words.title
+    assert re.match("At N = 4, no backend .* ddp-deferred; ", title)
 
 
 def test_a_title_on_memory_names_one_cause_only_if_it_is_more_than_half() -> None:
@@ -200,12 +196,11 @@ def test_a_title_on_memory_names_one_cause_only_if_it_is_more_than_half() -> Non
     popular = drawings_of("popular")["memory_categories"].words.title
     assert "hf-trainer-ddp needs 1.7x" in popular
     assert popular.endswith("; deepspeed-zero3-defaults-eager is beyond the axis")
-    assert found == [
-        "At N = 8, ddp-deferred and lightning-ddp need 1.7x the memory of fsdp2-eager: 21.1 MiB more for unsharded "
-        "gradients and 11.8 MiB more for optimizer state",
-        "At N = 4 with adamw-foreach, not clipped, lightning-ddp needs 1.3x the memory of "
-        "lightning-deepspeed-zero3-corrected, mostly for unsharded gradients",
-    ]
+    two, one = found
+    assert two.startswith("At N = 8, ddp-deferred and lightning-ddp need 1.7x ")
+    assert "21.1 MiB more for unsharded gradients and 11.8 MiB more for optimizer" in two
+    assert "lightning-ddp needs 1.3x the memory of lightning-deepspeed-zero3-corrected" in one
+    assert one.endswith(", mostly for unsharded gradients")
     tables = run("cpu").tables
     least = tables.trials[tables.trials["backend"] == "fsdp2-eager"]["cell_id"]
     split = [row for row in tables.memory_rows if row.cell_id not in set(least)]
@@ -247,10 +242,7 @@ def test_a_run_over_two_nodes_has_its_machine_its_arrows_and_its_names() -> None
     assert words.footer.startswith(
         "run 200mbit; machine: 2 nodes of AMD EPYC, 1 core, no GPU each; torch "
     )
-    assert (
-        "triangles: deferred sync; open squares: eager sync; triangles that point down: deferred"
-        in words.notes[0]
-    )
+    assert all(shape in words.notes[0] for shape in SHAPES.values())
     assert arrows(figure) == 9, "two of them lead to hsdp-deferred-all-reduce"
     assert legible.words(figure).count("hsdp-deferred-all-reduce") == 3
     assert "-." in {line.get_linestyle() for line in found["step_time"].figure.axes[0].lines}
@@ -261,10 +253,7 @@ def test_a_run_over_two_nodes_has_its_machine_its_arrows_and_its_names() -> None
     for stem in bars_of:
         legible.assert_legible(found[stem].figure)
         assert "how the cell failed" not in " ".join(found[stem].words.notes)
-    assert (
-        "Parts without a key are below 0.5 % of the axis."
-        in found["memory_categories"].words.notes[0]
-    )
+    assert "below 0.5 % of the axis" in found["memory_categories"].words.notes[0]
 
 
 def test_the_means_of_blocks_are_those_of_the_dots() -> None:
@@ -368,11 +357,9 @@ def test_panels_with_the_same_bars_are_one_and_no_figure_has_times_that_cannot_b
     None
 ):
     (axes,) = drawings_of("curves")["communication"].figure.axes
-    title = " ".join(axes.get_title().split())
-    assert (
-        title
-        == "adamw-foreach, not clipped; adamw-foreach, clipped to 1.5; sgd, not clipped; sgd, clipped to 1.5"
-    )
+    panels = " ".join(axes.get_title().split()).split("; ")
+    clips = ("not clipped", "clipped to 1.5")
+    assert panels == [f"{name}, {clip}" for name in ("adamw-foreach", "sgd") for clip in clips]
     curves = drawings_of("curves")
     assert len(curves["memory_categories"].figure.axes) == 2 and "memory_vs_time" not in curves
 
@@ -389,12 +376,9 @@ def test_a_virtual_world_has_no_times() -> None:
 def test_times_that_cannot_be_compared_are_not_drawn(tmp_path: Path) -> None:
     assert {"memory_vs_time", "step_time", "step_time_ratio", "noise"} <= set(drawings_of("two"))
     assert arrows(drawings_of("two")["memory_vs_time"].figure)
-    faster = "At N = 8, made-deferred is faster than made-eager in this run"
-    assert drawings_of("two")["step_time"].words.title == faster
-    assert (
-        drawings_of("two")["step_time_ratio"].words.title
-        == "At N = 8, made-deferred is faster than made-eager in this run"
-    )
+    for stem in ("step_time", "step_time_ratio"):
+        title = drawings_of("two")[stem].words.title
+        assert "made-deferred is faster than made-eager in this run" in title
     busy = {"time": {"host": {"num_cpus": 4, "foreign_cores": 1.6, "stolen_cores": 0.0}}}
     for name, more in {"few": {"repeats": 1}, "busy": {"changes": lambda *_: busy}}.items():
         found = drawings(load(write_run(tmp_path / name, TWO, accumulate=(1, 8), **more)))

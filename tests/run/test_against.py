@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import statistics
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,11 +12,13 @@ from typing import Any
 import pytest
 
 from bench.cli import main
-from bench.errors import InputError
+from bench.errors import BAD, GOOD, UNCHECKED, InputError
 from bench.judge.loading import load
+from bench.judge.statistics import MIN_TRIALS
+from bench.judge.verdicts import Reason
 from bench.launch import two_codes
 from bench.plan.cell import Status, summarize
-from tests.conftest import ROOT
+from tests.conftest import ROOT, bench
 from tests.factories import make_cell
 from tests.pages import records_of, write
 
@@ -111,3 +116,94 @@ def test_the_twin_runs_the_code_of_the_commit(tmp_path: Path, capsys: Any) -> No
     capsys.readouterr()
     assert main(["compare", str(out)]) == 0
     assert f"compared with A: commit {twin.other_commit}" in capsys.readouterr().out
+
+
+SLEPT_S = 0.05
+SLOWER = f"""
+
+def _slower(self, job):
+    import dataclasses, time
+
+    def delayed(parameters):
+        optimizer = job.optimizer(parameters)
+        optimizer.register_step_post_hook(lambda *_: time.sleep({SLEPT_S}))
+        return optimizer
+
+    DDPEager.train(self, dataclasses.replace(job, optimizer=delayed))
+
+
+DDPDeferred.train = _slower
+"""
+"""What the second commit adds to a backend."""
+GATE = f"""
+device = "cpu"
+repeats = {MIN_TRIALS}
+[workload]
+model = "micro"
+sequence_length = 32
+global_batch_size = 4
+[training]
+warmup_windows = 2
+timed_windows = 6
+[axes]
+backend = ["ddp-deferred"]
+accumulate = [2]
+world_size = [1]
+"""
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package in a checkout of its own: commit ``fast``, then HEAD, in which ``ddp-deferred`` sleeps."""
+    folder = tmp_path_factory.mktemp("repository")
+    shutil.copytree(ROOT / "bench", folder / "bench", ignore=shutil.ignore_patterns("__pycache__"))
+
+    def git(*arguments: str) -> None:
+        who = ("-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "commit.gpgsign=no")
+        subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True)
+
+    git("init", "--quiet")
+    git("add", "--all")
+    git("commit", "--message", "fast")
+    git("tag", "fast")
+    with (folder / "bench" / "backends" / "plain.py").open("a", encoding="utf-8") as file:
+        file.write(SLOWER)
+    git("commit", "--all", "--message", "slow")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("git") is None, reason="commits are git's")
+@pytest.mark.parametrize(("commit", "status"), [("fast", BAD), ("HEAD", GOOD)])
+def test_of_two_commits_the_slower_is_named_and_equal_ones_are_not(
+    repository: Path, tmp_path: Path, capsys: Any, commit: str, status: int
+) -> None:
+    """A gate as in docs/ci.md, with real trials; on a busy machine it checks no times, and says so."""
+    out, matrix = tmp_path / "run", tmp_path / "gate.toml"
+    matrix.write_text(GATE)
+    command = ["run", "--matrix", str(matrix), "--against", commit, "--out", str(out), "--quiet"]
+    done = bench(*command, cwd=repository, PYTHONPATH=str(repository))
+    assert done.returncode == GOOD, done.stdout + done.stderr
+
+    rows = [row for row in load(out).tables.trial_rows if row.cell.backend == "ddp-deferred"]
+    blocks: dict[int, list[str]] = {}
+    for row in sorted(rows, key=lambda row: row.slot or 0):
+        blocks.setdefault(row.repeat, []).append(row.cell.twin)
+    sides = {"", *(row.cell.twin for row in rows if row.cell.other_commit)}
+    assert len(blocks) == MIN_TRIALS and all(sides <= set(block) for block in blocks.values())
+
+    ended = main(["compare", str(out), "--fail-on", "slower=20%", "--json"])
+    (found,) = json.loads(capsys.readouterr().out)["cells"]
+    assert found["backend_b"] == "ddp-deferred"
+    if found["reason"] == Reason.DISTURBED:
+        assert ended == UNCHECKED
+        pytest.skip(found["detail"])
+    assert (ended, found["unchecked"]) == (status, [])
+    assert found["regressions"] == (["slower"] if status == BAD else [])
+    seconds = {
+        side: statistics.median(row.step_time_s or 0 for row in rows if row.cell.twin == side)
+        for side in sides
+    }
+    (other,) = sides - {""}
+    planted = SLEPT_S if status == BAD else 0.0
+    assert seconds[""] - seconds[other] == pytest.approx(planted, abs=SLEPT_S / 2)

@@ -154,10 +154,9 @@ def test_a_run_of_another_schema_version_is_refused_in_one_line(
     (tmp_path / MANIFEST).write_text(json.dumps({"schema_version": version}))
     with pytest.raises(InputError) as found:
         read_document(tmp_path)
-    assert str(found.value) == (
-        f"{tmp_path / MANIFEST}: schema_version is {version!r}; this version of the bench reads {SCHEMA_VERSION}, so "
-        "measure again"
-    )
+    text = str(found.value)
+    assert text.startswith(f"{tmp_path / MANIFEST}: schema_version is {version!r}; ")
+    assert f"reads {SCHEMA_VERSION}, " in text and "\n" not in text
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,9 @@ def test_a_failure_leaves_its_reason(tmp_path: Path) -> None:
     outcome = Outcome(status=Status.OOM, reason="rank 0: out of memory", ranks=[], wall_s=1.0)
     (entry,) = measure([make_cell(world_size=1)], 1, tmp_path, Answers(outcome))
     assert entry.flops_per_s == {}
-    assert summary([entry]) == [
-        "matrix products on 1 rank: not known, so neither is MFU against it: rank 0: out of memory"
-    ]
+    (line,) = summary([entry])
+    assert line.startswith("matrix products on 1 rank: not known")
+    assert line.endswith(": rank 0: out of memory")
 
 
 def test_what_takes_too_long_names_no_option(

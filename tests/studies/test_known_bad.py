@@ -106,10 +106,7 @@ def test_a_wrong_version_is_refused_in_one_line(
 ) -> None:
     assert command.main(["--weights", "deepspeed==9", "--out", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert (
-        "'deepspeed==9' is not among the versions of deepspeed, lightning" in error
-        and error.count("\n") == 1
-    )
+    assert "'deepspeed==9' is not among" in error and error.count("\n") == 1
 
 
 def test_every_reproducer_belongs_to_an_advisory_and_every_version_is_measured() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -42,10 +43,9 @@ def test_page_and_picture_say_where_deferring_pays(tmp_path: Path) -> None:
     assert row in text, "without an A/A pair there is no verdict"
     assert "| 200mbit | 2 | 0 | 1 | +15 % (+0 % to +30 %) |" in text
     drawing = links.draw(study)
-    assert drawing.words.title == (
-        "With N > 1, deferring the sync is shown to be faster in 0 of 1 pairs at 20 MB/s, 0 of 1 pairs at "
-        "100 MB/s and 0 of 1 pairs at 200 MB/s"
-    )
+    told = re.findall(r"(\d) of (\d) pairs at (\d+) MB/s", drawing.words.title)
+    assert told == [("0", "1", "20"), ("0", "1", "100"), ("0", "1", "200")]
+    assert drawing.words.title.startswith("With N > 1, deferring ")
     assert drawing.words.footer.startswith("runs unlimited, 1gbit and 200mbit; machine: ")
     assert "not to scale" in drawing.words.notes[0] and "side by side" in drawing.words.notes[0]
     legible.assert_legible(drawing.figure)

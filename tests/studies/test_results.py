@@ -94,9 +94,7 @@ def test_a_page_is_made_and_stays_up_to_date_until_code_or_run_changes(
     older = f"is older than {CODE} (made at "
     status, states = printed()
     assert status == BAD and states["timed"] == f"{older}{first[:12]})"
-    assert states["page"].startswith(older) and states["page"].endswith(
-        "is made from timed, which is out of date"
-    )
+    assert states["page"].startswith(older) and "is made from timed" in states["page"]
     write_document(
         root / RUN,
         read_document(root / RUN) | {"git": {"commit": last, "clean": True}, "finished": "3000"},
@@ -115,10 +113,8 @@ def test_what_cannot_be_made_or_trusted_is_said(
     )
     assert results.main([]) == BAD
     out = capsys.readouterr().out
-    assert (
-        "at commit 000000000000, which is not in this repository; was made from code with uncommitted changes"
-        in out
-    )
+    assert "at commit 000000000000, which is not in this repository; " in out
+    assert "uncommitted changes" in out
     assert "ERROR, journal: was changed after the run" in out
     assert results.main(["timed", "page"]) == BAD
     out = capsys.readouterr().out
