@@ -31,10 +31,10 @@ INTRODUCTION = """## Weights of micro-batches by version
 Two windows of N = 4 micro-batches, each with a weight of its own, SGD with learning rate 1, one process, gloo, CPU. \
 Right is 1/4 for each. Anything else is written out: the weights of the first window, and those of the second where \
 they differ. Each version was installed on top of the project's environment, of which it has all other packages \
-(versions of transformers 4 also get the Accelerate of their time); torch is {torch}, the only CPU build that could be \
-had. `offload` is `offload_optimizer` on the CPU. Lightning's strategy asks for CUDA, so a subclass replaces the three \
-methods that do. Written by `nox -s versions -- --weights`; [version-weights.jsonl](version-weights.jsonl) has the \
-records with dates.
+(versions of transformers 4 also get the Accelerate of their time, and Lightning 2.1.4 gets DeepSpeed 0.15.4, which \
+newer ones refuse); torch is {torch}, the only CPU build that could be had. `offload` is `offload_optimizer` on the \
+CPU. Lightning's strategy asks for CUDA, so a subclass replaces the three methods that do. Written by `nox -s \
+versions -- --weights`; [version-weights.jsonl](version-weights.jsonl) has the records with dates.
 """
 RAISES = "raises"
 
