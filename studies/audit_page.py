@@ -342,8 +342,8 @@ stopped by the audit. Both were fixed then, and are among the scripts above.
 PUBLIC = """\
 ## Training loops of other projects
 
-Run once on the CPU with other sizes and data. *Italics* say whether reading the code bears it out. For PyPI no version
-was recorded.
+Run once on the CPU with other sizes and data. *Italics* say whether reading the code bears it out. Where PyPI stands
+alone no version was recorded.
 """
 PACKAGES_TEXT = """\
 Loops of packages, which `--packages` runs again:
