@@ -12,9 +12,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
 logger.setLevel(logging.ERROR)
-vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = (
-    False  # compile nothing
-)
+# Compile nothing.
+vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
 N = 4
 
 
@@ -40,6 +39,9 @@ class StrategyOnCPU(DeepSpeedStrategy):
         self.parallel_devices = [torch.device("cpu", 0)]
         self.set_world_ranks()
         self._init_deepspeed_distributed()
+        if not self._config_initialized:  # newer versions do it later
+            self._format_config()
+            self._config_initialized = True
 
     def _get_process_group_backend(self):
         return "gloo"

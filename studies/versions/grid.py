@@ -28,6 +28,8 @@ DEEPSPEED = (
     *("0.18.6", "0.18.9", "0.19.0", "0.19.2", "0.19.3", "0.19.7", "0.19.8"),
 )
 LIGHTNING = ("2.2.0", "2.2.1", "2.4.0", "2.5.6", "2.6.0", "2.6.6")
+OLD_LIGHTNING = {"2.1.4": "0.15.4"}
+"""With a DeepSpeed that newer ones refuse. Lightning 2.0 needs more than the environment has."""
 ACCELERATE = ("0.34.2", "1.0.1", "1.6.0", "1.10.1", "1.15.0")
 TRANSFORMERS = {
     "4.45.2": "1.0.1",
@@ -45,7 +47,10 @@ TRANSFORMERS = {
 TRL = ("1.5.1", "1.9.0", "1.9.1", "1.16.0")
 VERSIONS: Mapping[str, Sequence[tuple[str, ...]]] = {
     "deepspeed": [(f"deepspeed=={number}",) for number in DEEPSPEED],
-    "lightning": [(f"lightning=={number}",) for number in LIGHTNING],
+    "lightning": [
+        *((f"lightning=={own}", f"deepspeed=={other}") for own, other in OLD_LIGHTNING.items()),
+        *((f"lightning=={number}",) for number in LIGHTNING),
+    ],
     "accelerate": [(f"accelerate=={number}",) for number in ACCELERATE],
     "transformers": [
         (f"transformers=={own}", f"accelerate=={other}") for own, other in TRANSFORMERS.items()

@@ -27,6 +27,9 @@ class StrategyOnCPU(DeepSpeedStrategy):
         self.parallel_devices = [torch.device("cpu", 0)]
         self.set_world_ranks()
         self._init_deepspeed_distributed()
+        if not self._config_initialized:  # newer versions do it later
+            self._format_config()
+            self._config_initialized = True
 
     def _get_process_group_backend(self):
         return "gloo"

@@ -720,7 +720,7 @@ def test_versions_are_those_of_the_advisories() -> None:
     """A rule asks an advisory for the versions of its defect, and nothing else says them again."""
     known = {advisory.id for advisory in advisories.load()}
     asked = {rule.advisory for rule in rules().values()} - {""}
-    assert len(asked) == 4 and asked <= known
+    assert len(asked) == 5 and asked <= known
     facts = version_facts._tables()["facts"]
     assert all(
         fact["source"] and fact["package"] in version_facts.PACKAGES for fact in facts.values()
@@ -737,6 +737,8 @@ def test_versions_are_those_of_the_advisories() -> None:
         ("deepspeed-zero2-bf16-sum", (0, 20), False),
         ("lightning-throughput-log-every", (2, 2), True),
         ("lightning-throughput-log-every", (2, 1, 4), False),
+        ("lightning-deepspeed-divides-twice", (2, 1, 4), True),
+        ("lightning-deepspeed-divides-twice", (2, 0, 9), False),
     ],
 )
 def test_a_defect_that_no_version_has_mended_is_in_newer_ones_too(

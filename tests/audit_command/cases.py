@@ -201,6 +201,7 @@ SLOW = (
     Case("single checkpoint", RIGHT),
     Case("single reentrant", RIGHT, about="checkpointing that runs backwards in the backward"),
     Case("single evaluation", RIGHT, about="an evaluation within a window"),
+    Case("single meta", RIGHT, about="a backward on the device meta, as it counts operations"),
     Case("single smoothing", IN_PART, "scale", "label smoothing"),
     Case("single halves", IN_PART, "scale", "two losses with factors of 0.5"),
     Case("single weighted", IN_PART, "scale", "a loss times 0.7"),

@@ -16,7 +16,7 @@ from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.proof import SmallRun
 from bench.audit.lint.rules import Found, rule, says
 from bench.audit.lint.sum_rules import ENGINE, GradientSum, in_16_bits
-from bench.audit.lint.version_facts import holds, source
+from bench.audit.lint.version_facts import holds, is_known_bad, source
 from bench.findings import Level
 
 LARGEST_CLIP = 1e6
@@ -379,10 +379,12 @@ def _two_clips(both: LightningDeepSpeed) -> Iterator[Found]:
 
 
 TWICE = f"lightning/pytorch/loops/optimization/automatic.py; {ENGINE} backward"
+DIVIDES_TWICE = "lightning-deepspeed-divides-twice"
+"""The advisory of DBL01."""
 
 
 @rule(LightningDeepSpeed, "DBL01", "lightning: {strategy: deepspeed}")
-@says(Level.ERROR, "loss divided by N twice", TWICE)
+@says(Level.ERROR, "loss divided by N twice", TWICE, advisory=DIVIDES_TWICE)
 @rule(
     LightningDeepSpeed,
     "DBL02",
@@ -398,7 +400,7 @@ def _twice(both: LightningDeepSpeed) -> Iterator[Found]:
     if (
         n == 1
         or training.schedule is not None
-        or not holds("loss-divided-twice", training.options.lightning)
+        or not is_known_bad(DIVIDES_TWICE, training.options.lightning)
     ):
         return
     small = SmallRun.of(n)

@@ -49,6 +49,9 @@ def loss_of(rows):
 
 if variant == "compiled-criterion":
     loss_of = torch.compile(loss_of, backend="aot_eager")
+if variant == "meta":
+    with torch.device("meta"):
+        SmallLM()(torch.zeros(BATCH, 8, dtype=torch.long)).sum().backward()
 losses = []
 for i in range(16):
     rows = (

@@ -98,10 +98,9 @@ def wrap_backward(recorder: GradientWatcher) -> None:
         *arguments: object,
         **options: object,
     ) -> object:
-        # autograd.grad accumulates nothing; checkpointing runs backwards inside of one; fake
-        # tensors train nothing.
+        # autograd.grad accumulates nothing; checkpointing runs backwards inside of one.
         is_training = options.get("accumulate_grad") and torch._C._current_graph_task_id() == -1
-        if not is_training or any(type(root).__name__ == "FakeTensor" for root in roots):
+        if not is_training or any(map(_has_no_values, roots)):
             return run(roots, gradients, retain_graph, *arguments, **options)
         recorder.guard(recorder.before_backward, roots, retain_graph)
         try:
@@ -110,6 +109,13 @@ def wrap_backward(recorder: GradientWatcher) -> None:
             recorder.guard(recorder.after_backward)
 
     autograd._engine_run_backward = backward
+
+
+def _has_no_values(root: object) -> bool:
+    """Whether a loss is on fake tensors or on those of the device meta, which train nothing."""
+    if isinstance(root, Tensor) and root.is_meta:
+        return True
+    return type(root).__name__ == "FakeTensor"
 
 
 def wrap_clipping(original: Callable[..., object], recorder: GradientWatcher) -> None:
