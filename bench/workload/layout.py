@@ -63,6 +63,8 @@ class Layout:
     backward: tuple[int, ...] = ()
     """The modules in the order in which one backward reaches their outputs (m) and finishes their
     inputs (~m)."""
+    gradient_overhang: int = 0
+    """Bytes of the storages of all gradients less those of the gradients, as ``overhang`` finds."""
 
     @property
     def num_parameters(self) -> int:
@@ -297,6 +299,29 @@ def record(model: nn.Module, blocks: Sequence[nn.Module], loss: Loss, batch: Bat
         forward=tuple(recorder.forward),
         backward=tuple(recorder.backward),
     )
+
+
+def overhang(model: nn.Module, loss: Loss, batch: Batch) -> int:
+    """Bytes of the storages of all gradients, less those of the gradients, after one backward.
+
+    Autograd keeps an incoming gradient that it need not copy, also a view of a larger tensor, such
+    as the gradient of a class token in a micro-batch of 1 sample (torch/csrc/autograd/functions/
+    accumulate_grad.h:accumulateGrad). Negative where gradients share a storage. Those in other
+    layouts than strided do not count. Gradients are cleared afterwards.
+    """
+    import torch
+
+    loss(model, batch).backward()
+    storages: dict[int, int] = {}
+    gradients = 0
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is torch.strided:
+            storage = gradient.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+            gradients += gradient.nbytes
+    model.zero_grad()
+    return sum(storages.values()) - gradients
 
 
 def _special(parameter: Tensor, *, is_used: bool, is_sparse: bool) -> str:
