@@ -388,8 +388,8 @@ class _Examination:
             raise UnfitError(
                 f"the gradient of {SAMPLES} samples is not the mean of those of micro-batches of "
                 f"{size}: off by {off:.2g}, most in '{worst}'. No framework is involved, so every "
-                "backend would be found wrong: the model's backward is, or torch's for one of its "
-                "operators; try another micro-batch"
+                "backend would be found wrong: the backward of the model is wrong, or that of one "
+                "of torch's operators; another size of micro-batches may be right"
             )
 
     def _backward(self, model: nn.Module, batch: Batch) -> None:
