@@ -146,7 +146,7 @@ def _of_machine(other: pools.Elsewhere) -> list[str]:
     head = ("step times", "kept runs", "next run", "this run", "within")
     text = (
         f"`{other.matrix}` was run once on {machine.cpu}, {machine.cores} cores "
-        f"([run](../results/elsewhere/{other.matrix}/{other.run.name})). Of {len(every)} ratios, "
+        f"([run](../results/elsewhere/{other.matrix}/{other.run.name}/run.json)). Of {len(every)} ratios, "
         f"{len(other.with_baseline)} of them to the baseline and {len(other.of_syncs)} of deferred to eager sync, "
         f"{expected} are where the kept runs expect a next one on their own machines. The verdict is the same in "
         f"{same}, the opposite in {opposite}, and ambiguous in one of the two in {unsure}. Those at N = {SHOWN_N}, "

@@ -128,6 +128,36 @@ class Buffered(Uneven):
         return model
 
 
+class Prefixed(Uneven):
+    """A learned first token, whose gradient is a view of that of the sequence if a micro-batch has one sample."""
+
+    def make(self) -> nn.Module:
+        return _Prefixed(2, tied=False)
+
+
+class _Prefixed(Model):
+    def __init__(self, num_blocks: int, *, tied: bool) -> None:
+        super().__init__(num_blocks, tied=tied)
+        self.prefix = nn.Parameter(torch.ones(1, 1, WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.table(tokens) * self.gain[0]
+        hidden = torch.cat([self.prefix.expand(len(tokens), -1, -1), hidden], dim=1)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden[:, 1:] + hidden[:, :1])  # type: ignore[no-any-return]
+
+
+class WrongAlone(Cycle):
+    """Its backward is another if there are fewer than 4 samples."""
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        loss = super().loss(model, batch)
+        if len(batch) < 4:
+            loss.register_hook(lambda gradient: 2 * gradient)
+        return loss
+
+
 class Regression(Cycle):
     """A mean squared error times a factor, which is the name of the model."""
 

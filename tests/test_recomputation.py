@@ -511,7 +511,7 @@ ELSEWHERE_ROW = re.compile(
     rf"^\| (?P<cell>[\w-]+) / (?P<base>[\w-]+) \| (?P<x>[\d.]+) \({interval_pattern('')}\) "
     rf"\| {interval_pattern('n')} \| (?P<there>[\d.]+) \({interval_pattern('there_')}\) \| (?P<within>yes|no) \|$"
 )
-ELSEWHERE_RUN = re.compile(r"\(\.\./results/(elsewhere/(\w+)/[\w-]+)\)")
+ELSEWHERE_RUN = re.compile(r"\(\.\./results/(elsewhere/(\w+)/[\w-]+)/run\.json\)")
 
 
 def test_ratios_on_another_processor_follow_from_the_journals() -> None:

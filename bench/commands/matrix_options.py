@@ -264,7 +264,8 @@ def check_workloads(plan: Planned) -> None:
 
     Raises InputError for an unfit one.
     """
-    cells = {cell.workload: cell for cell in plan.cells}
+    by_size = sorted(plan.cells, key=lambda cell: cell.micro_batch_size, reverse=True)
+    cells = {cell.workload: cell for cell in by_size}  # the smallest is what is left
     corpus = plan.matrix["workload.corpus"]
     path = None
     if corpus != "markov":

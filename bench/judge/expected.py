@@ -10,7 +10,7 @@ from itertools import chain
 from bench.grouping import grouped
 from bench.judge.columns import WORK
 from bench.judge.formula_terms import NO_SETTINGS, Settings
-from bench.judge.formulas import Expectation, expect, layout_of
+from bench.judge.formulas import BYTES, Expectation, expect, layout_of
 from bench.judge.tables import CollectiveRow, MemoryRow, Tables
 from bench.judge.trial_columns import TrialRow
 from bench.plan.categories import (
@@ -124,6 +124,8 @@ def extent(tables: Tables) -> str:
 
 TRACKED = "tracked"
 """Prefix of the ledger's categories in the memory table."""
+GRADIENTS = "gradients"
+"""What ``Expectation.held`` calls them."""
 NONE = (0, 0)
 """Calls and payload bytes of an operation that is not there."""
 
@@ -235,11 +237,27 @@ def _memory(
         wanted |= fullest.beside
         for name, size in wanted.items():
             measured = _measured(sizes, name)
-            if measured is not None and name not in sizes:
-                yield name, measured, size
+            if measured is None or name in sizes:
+                continue
+            should = size
+            if name == f"{HELD}_{GRADIENTS}":
+                should = _with_overhang(size, measured, layout)
+            yield name, measured, should
     total, other = f"{TRACKED}_{PEAK}", f"{TRACKED}_{PEAK}_{Category.OTHER}"
     if predicted is not None and PEAK not in sizes and sizes.keys() >= {total, other}:
         yield PEAK, int(sizes[total]) - int(sizes[other]), predicted
+
+
+def _with_overhang(size: int, measured: int, layout: Layout) -> int:
+    """What gradients may take of what was measured, ``size`` of which are the gradients themselves.
+
+    Where all gradients are held in full, they may be those that autograd keeps in the plain model,
+    which can be views of larger tensors, or copies of some or all of them.
+    """
+    if size < BYTES["float32"] * layout.num_parameters:
+        return size
+    kept = size + layout.gradient_overhang
+    return min(max(measured, min(size, kept)), max(size, kept))
 
 
 def _measured(sizes: Mapping[str, int], name: str) -> int | None:

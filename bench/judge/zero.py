@@ -33,8 +33,11 @@ def zero(
     """The formula of all backends with a DeepSpeed engine.
 
     None for activation checkpointing where stage 3 gathers the modules of a block one by one: what
-    it gathers during the recomputation is not replayed.
+    it gathers during the recomputation is not replayed. Nor is what it gathers of a parameter that
+    a module reads of another (parameter_offload.py: ZeROOrderedDict.__getitem__).
     """
+    if backend.stage == 3 and layout.read_elsewhere:
+        return None
     if stored := settings.get("zero_optimization"):
         options = validation.read(ZeroOptions, stored, "zero_optimization.")
     else:

@@ -203,6 +203,16 @@ class TensorLedger(LocalMode):
                 )
             )
 
+    def mark_gradients(self) -> None:
+        """Mark the gradients that recorded parameters have now.
+
+        Autograd keeps a copy, which no hook has seen, of one that others use too, such as that of
+        two terms of a sum.
+        """
+        for parameter in list(self._gradient_hooks):
+            if parameter.grad is not None:
+                self.mark(parameter.grad, Category.GRADIENTS_UNSHARDED, Evidence.STRUCTURE)
+
     def _track(self, storage: UntypedStorage) -> Block:
         key = storage._cdata
         if key not in self._watched:

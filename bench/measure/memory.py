@@ -229,6 +229,8 @@ class MemoryProbe:
             for _, ledger in self.ledgers:
                 for tensor, category in categorized(optimizer, ledger):
                     ledger.mark(tensor, category, Evidence.STRUCTURE)
+        for _, ledger in self.ledgers:
+            ledger.mark_gradients()
 
     def _mark(self, tensor: Tensor, category: Category, evidence: Evidence) -> None:
         for _, ledger in self.ledgers:

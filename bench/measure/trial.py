@@ -42,7 +42,7 @@ from bench.measure.update import change_from, compare, device_check, save, sizes
 from bench.plan.cell import REFERENCE, SGD, Cell, Precision, Status
 from bench.plan.task import SETTLED_WINDOWS, Spec
 from bench.workload import Batch, Loader, Loss, batches, load, sliced
-from bench.workload.layout import record
+from bench.workload.layout import overhang, record
 
 COMPARED = {
     "error": "error",
@@ -185,12 +185,17 @@ class RankTrial:
         if not self.cell.world.computes or self.rank != 0:
             return None
         model = self.workload.model().to(self.device)
-        return record(
-            model,
-            self.workload.blocks(model),
-            self.workload.loss,
-            batches.part(self.data, range(1)),
-        ).to_json()
+        loss = self.workload.loss
+        first = batches.part(self.data, range(1))
+        layout = record(model, self.workload.blocks(model), loss, first)
+        is_bf16 = self.cell.precision is Precision.BF16
+        try:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=is_bf16):
+                size = range(self.cell.micro_batch_size)
+                kept = overhang(model, loss, batches.part(self.data, size))
+        except torch.OutOfMemoryError:  # as where only shards fit
+            return None
+        return dataclasses.replace(layout, gradient_overhang=kept).to_json()
 
     def train(
         self,

@@ -22,6 +22,7 @@ from bench.workload import Batch, Loss
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.nn.parameter import Parameter as Parameter_
     from torch.utils.hooks import RemovableHandle
 
 ROOT = 0
@@ -63,6 +64,11 @@ class Layout:
     backward: tuple[int, ...] = ()
     """The modules in the order in which one backward reaches their outputs (m) and finishes their
     inputs (~m)."""
+    read_elsewhere: tuple[int, ...] = ()
+    """Indices of parameters that a forward reads while their own module does not run, if only to
+    see a dtype. ZeRO-3 gathers them for the module that does."""
+    gradient_overhang: int = 0
+    """Bytes of the storages of all gradients less those of the gradients, as ``overhang`` finds."""
 
     @property
     def num_parameters(self) -> int:
@@ -270,14 +276,18 @@ def record(model: nn.Module, blocks: Sequence[nn.Module], loss: Loss, batch: Bat
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             sparse.add(index[id(parameter)])
 
+    stored = {module: module._parameters for module in model.modules()}
     for module in model.modules():
         handles += recorder.hook(module)
+        module._parameters = recorder.reading(module)
     for p in named.values():
         if p.requires_grad:
             handles.append(p.register_post_accumulate_grad_hook(accumulated))
     loss(model, batch).backward()
     for handle in handles:
         handle.remove()
+    for module, parameters in stored.items():
+        module._parameters = parameters
     model.zero_grad()
     return Layout(
         parameters=tuple(
@@ -296,7 +306,31 @@ def record(model: nn.Module, blocks: Sequence[nn.Module], loss: Loss, batch: Bat
         modules=tuple(recorder.modules),
         forward=tuple(recorder.forward),
         backward=tuple(recorder.backward),
+        read_elsewhere=tuple(sorted(recorder.read_elsewhere)),
     )
+
+
+def overhang(model: nn.Module, loss: Loss, batch: Batch) -> int:
+    """Bytes of the storages of all gradients, less those of the gradients, after one backward.
+
+    Autograd keeps an incoming gradient that it need not copy, also a view of a larger tensor, such
+    as the gradient of a class token in a micro-batch of 1 sample (torch/csrc/autograd/functions/
+    accumulate_grad.h:accumulateGrad). Negative where gradients share a storage. Those in other
+    layouts than strided do not count. Gradients are cleared afterwards.
+    """
+    import torch
+
+    loss(model, batch).backward()
+    storages: dict[int, int] = {}
+    gradients = 0
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is torch.strided:
+            storage = gradient.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+            gradients += gradient.nbytes
+    model.zero_grad()
+    return sum(storages.values()) - gradients
 
 
 def _special(parameter: Tensor, *, is_used: bool, is_sparse: bool) -> str:
@@ -323,6 +357,22 @@ class _Recorder:
         self.modules: list[tuple[int, ...]] = []
         self.forward: list[int] = []
         self.backward: list[int] = []
+        self.read_elsewhere: set[int] = set()
+        self._running: Counter[nn.Module] = Counter()
+
+    def reading(self, module: nn.Module) -> dict[str, Parameter_ | None]:
+        """The module's parameters, which notes those that are read while it does not run."""
+        recorder = self
+
+        class Reading(dict[str, "Parameter_ | None"]):
+            def __getitem__(self, name: str) -> Parameter_ | None:
+                parameter = super().__getitem__(name)
+                is_inside = recorder._running[module] or not recorder._running.total()
+                if parameter is not None and not is_inside:
+                    recorder.read_elsewhere.add(recorder._index[id(parameter)])
+                return parameter
+
+        return Reading(module._parameters)
 
     def hook(self, module: nn.Module) -> list[RemovableHandle]:
         return [
@@ -336,12 +386,14 @@ class _Recorder:
             self.modules.append(
                 tuple(sorted({self._index[id(p)] for p in module.parameters(recurse=False)}))
             )
+        self._running[module] += 1
         number = self._numbers[id(module)]
         self.forward.append(number)
         self._inputs[number] = sum(getattr(leaf, "requires_grad", False) for leaf in inputs)
         return _watched(inputs, lambda: self._finish(number))
 
     def _leave(self, module: nn.Module, inputs: object, output: object) -> object:
+        self._running[module] -= 1
         number = self._numbers[id(module)]
         self.forward.append(~number)
         return _watched(output, lambda: self.backward.append(number))

@@ -33,6 +33,9 @@ LIMIT_S = 600
 """Seconds after which the process is ended."""
 SAMPLES = 4
 """Samples that are drawn."""
+SAME_GRADIENT = 1e-2
+"""Relative L2 difference of gradients that are the same; a thousand times what the gate on the
+update allows, so that no model is refused that might pass it."""
 SAME = 1e-4
 """Relative difference of losses that are the same: fp32 sums in another order differ by some
 1e-6."""
@@ -130,11 +133,13 @@ def _raising(what: str) -> Iterator[None]:
 
 class _Examination:
     def __init__(self, cell: Cell, corpus: Path | None, *, shards: bool) -> None:
+        """The cell with the smallest micro-batches of the run."""
         import torch
 
         from bench.workload import load
 
         self._shards = shards
+        self._micro_batch_size = cell.micro_batch_size
         self._device = torch.device("cpu")
         if cell.device is Device.CUDA and torch.cuda.is_available():
             self._device = torch.device("cuda")
@@ -338,8 +343,7 @@ class _Examination:
             )
 
     def _check_gradients(self, model: nn.Module, batch: Batch) -> None:
-        with _raising("the backward of loss()"):
-            self._loss(model, batch).backward()
+        self._backward(model, batch)
         depends = False
         for name, p in model.named_parameters():
             if p.grad is None:
@@ -351,6 +355,46 @@ class _Examination:
             raise UnfitError(
                 "no parameter has a gradient other than 0: the loss does not depend on the model"
             )
+        self._check_micro_batches(model, batch)
+
+    def _check_micro_batches(self, model: nn.Module, batch: Batch) -> None:
+        """Raise UnfitError unless the mean of micro-batches' gradients is that of all samples.
+
+        They are summed outside of autograd, which may keep one tensor as the gradients of two
+        parameters (pytorch issue 34082): that concerns only who sums in ``grad``. Micro-batches of
+        the run with more than half of the samples count as ones of half of them.
+        """
+        from bench.workload.batches import part
+
+        size = min(self._micro_batch_size, SAMPLES // 2)
+        rest: dict[str, Tensor] = {}
+        for name, p in model.named_parameters():
+            if p.grad is not None and not p.grad.is_sparse:
+                rest[name] = p.grad.clone()
+        whole = sum(float(gradient.norm()) ** 2 for gradient in rest.values())
+        if whole == 0:
+            return
+        starts = range(0, SAMPLES, size)
+        for start in starts:
+            model.zero_grad()
+            self._backward(model, part(batch, range(start, start + size)))
+            for name, p in model.named_parameters():
+                if name in rest and p.grad is not None:
+                    rest[name] -= p.grad / len(starts)
+        norms = {name: float(gradient.norm()) for name, gradient in rest.items()}
+        off = math.sqrt(sum(norm**2 for norm in norms.values()) / whole)
+        if off > SAME_GRADIENT:
+            worst = max(norms, key=norms.__getitem__)
+            raise UnfitError(
+                f"the gradient of {SAMPLES} samples is not the mean of those of micro-batches of "
+                f"{size}: off by {off:.2g}, most in '{worst}'. No framework is involved, so every "
+                "backend would be found wrong: the backward of the model is wrong, or that of one "
+                "of torch's operators; another size of micro-batches may be right"
+            )
+
+    def _backward(self, model: nn.Module, batch: Batch) -> None:
+        with _raising("the backward of loss()"):
+            self._loss(model, batch).backward()
 
 
 def _random_state(device: torch.device) -> tuple[object, ...]:

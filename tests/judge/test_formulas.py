@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench.backends.base import EXTRA_BACKENDS, registry
 from bench.backends.deepspeed import DeepSpeedZero3Eager
@@ -302,3 +303,20 @@ def test_a_trial_is_held_against_the_settings_that_it_had() -> None:
     assert expect(checkpointed, layout) == expect(zero3, layout), (
         "a block is gathered as one, recomputed or not"
     )
+
+
+def test_what_zero3_gathers_for_a_module_that_reads_a_parameter_of_another_has_no_formula() -> None:
+    class Reads(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(batch.to(self.last.weight.dtype))).mean()  # type: ignore[no-any-return]
+
+    model = Reads()
+    layout = record(model, [model.first], lambda model, batch: model(batch), torch.ones(1, 2))
+    assert [layout.parameters[p].name for p in layout.read_elsewhere] == ["last.weight"]
+    changes = {"workload": "mine:Own"}
+    assert expect(make_cell(backend="deepspeed-zero3-eager", **changes), layout) is None
+    assert expect(make_cell(backend="deepspeed-zero2-eager", **changes), layout)

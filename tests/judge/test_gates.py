@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from bench import cli
 from bench.findings import Level
 from bench.judge import gates
 from bench.judge.expected import COMPARED_STEPS, LONG_STEPS
+from bench.judge.formulas import expect
 from bench.judge.gates import TOLERANCES, Failure, Gate, judge
 from bench.judge.integrity import check
 from bench.judge.loading import load
@@ -21,8 +23,11 @@ from bench.judge.tables import Tables
 from bench.judge.trial_columns import TrialRow
 from bench.judge.update_causes import Cause
 from bench.plan.cell import Cell, Device, Precision, Status
+from bench.plan.models import SIZES
 from bench.run.journal import JOURNAL, encode, write_document
+from bench.workload.layout import llama_layout
 from tests.factories import (
+    judged_run,
     make_cell,
     make_collectives,
     make_failure,
@@ -569,3 +574,34 @@ def test_a_clock_that_the_kernel_contradicts_is_none(
 def test_a_value_beyond_a_limit_is_never_told_as_the_limit() -> None:
     row = verdict(record(update={"error": 1.0000042e-05, "scale": 1.00001}))
     check_caught(row, Gate.UPDATE, "off by 1.000004e-05 (limit 1e-05 in fp32)")
+
+
+@pytest.mark.parametrize(
+    ("backend", "overhang", "more", "status"),
+    [
+        ("ddp-deferred", 4096, 0, "ok"),
+        ("ddp-deferred", 4096, 4096, "ok"),
+        ("ddp-deferred", 4096, 4100, "invalid"),
+        ("ddp-deferred", 4096, 2**26, "invalid"),
+        ("ddp-deferred", 4096, -4, "invalid"),
+        ("ddp-deferred", -64, -64, "ok"),
+        ("ddp-deferred", -64, -68, "invalid"),
+        ("ddp-deferred", 0, 4, "invalid"),
+        ("fsdp2-deferred", 4096, 4096, "ok"),
+        ("fsdp2-eager", 4096, 4096, "invalid"),
+    ],
+)
+def test_held_gradients_may_be_the_storages_that_autograd_keeps_in_the_plain_model(
+    backend: str, overhang: int, more: int, status: str
+) -> None:
+    """Only where gradients are held in full: shards are no views of them."""
+    layout = dataclasses.replace(llama_layout(SIZES["tiny"]), gradient_overhang=overhang)
+    cell = make_cell(backend=backend)
+    expectation = expect(cell, layout)
+    assert expectation
+    held = {"held_gradients_unsharded": expectation.held["gradients"] + more}
+    told = record(cell) | {"memory": held, "layout": layout.to_json()}
+    rows = judged_run([record(cell.reference()), told], make_manifest()).tables.trial_rows
+    found, reason = rows[-1].status, rows[-1].reason
+    assert found == status, reason
+    assert ("gradients held between micro-batches" in reason) == (status == "invalid")

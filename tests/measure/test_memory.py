@@ -111,6 +111,20 @@ def test_hooks_on_parameters_are_gone_afterwards() -> None:
     assert not weight._backward_hooks
 
 
+def test_a_gradient_that_autograd_copies_is_one() -> None:
+    """Both terms of a sum have the same gradient, which autograd keeps for one of them and copies for the other."""
+    probe = MemoryProbe("cpu")
+    with probe.active():
+        terms = [torch.nn.Parameter(torch.zeros(KIB)) for _ in range(2)]
+        probe.start()
+        probe.ledger.birth = Category.TEMPORARIES
+        sum(terms).exp().sum().backward()  # type: ignore[union-attr]
+        probe.on_event(EventKind.FETCH)
+        kept = [probe.ledger.category(term.grad) for term in terms]  # type: ignore[arg-type]
+        probe.stop()
+    assert kept == [Category.GRADIENTS_UNSHARDED] * 2
+
+
 def test_ledger_follows_resized_storages() -> None:
     with TensorLedger("cpu") as ledger:
         tensor = torch.zeros(KIB)
