@@ -16,6 +16,7 @@ from scipy import special, stats
 from tests.recomputed import (
     IDLE,
     LEAST_TRIALS,
+    ROOT,
     Cell,
     Groups,
     Run,
@@ -511,6 +512,28 @@ def beside_the_copy(run: Run, where: str, m: Groups) -> bool:
     time = run.ratio(cell, twin)
     is_open = m["other"] == "ambiguous" and time.p * run.num_judged(run.baseline) >= 0.05
     return is_open and run.verdict(cell, base) == m["verdict"] and shows_interval(time, m, 0)
+
+
+@cache
+def elsewhere(run: Run) -> list[bool]:
+    """Of each ratio of a matrix, whether a run on another processor is where this pool expects a next one."""
+    (folder,) = (ROOT / "results" / "elsewhere" / "cpu").glob("*/run.json")
+    there = Run(str(folder.parent.relative_to(ROOT / "results")))
+    found = []
+    for cell in run.timed:
+        eager = cell["backend"].replace("-deferred", "-eager")
+        for other in dict.fromkeys((run.baseline, eager)):
+            if other == cell["backend"] or other not in run.names or not run.is_correct(cell):
+                continue
+            kept, again = (each.ratio(cell, each.partner(cell, other)) for each in (run, there))
+            found.append(kept.next_low <= again.centre <= kept.next_high)
+    return found
+
+
+@rule(r"on an Intel Xeon, (?P<within>\d+) of (?P<of>\d+) ratios were where these runs expect the next")
+def on_another_processor(run: Run, where: str, m: Groups) -> bool:
+    found = elsewhere(run)
+    return (int(m["within"]), int(m["of"])) == (sum(found), len(found))
 
 
 @rule(r"FSDP2's times vary between trials")
