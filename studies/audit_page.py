@@ -17,7 +17,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import distributions, version
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ COMMAND = "python -m studies.audit_page"
 BY_HAND = ROOT / "studies/audited_by_hand.toml"
 LOOPS = ROOT / "studies/packages"
 SCREENS = ("ddp late",)
+LEFT_OUT = "residual"
+"""The first line of a screen that the page leaves out, with all that follow."""
 COSTS = ("ddp 64",)
 VERSIONS, PACKAGES = "versions", "packages"
 RIGHT_LOOPS = {
@@ -180,7 +182,8 @@ def page(data: dict[str, Any]) -> str:
         "",
     ]
     for script in SCREENS:
-        lines += [f"Of `{script}`:", "", "```", *data[f"screen of {script}"], "```", ""]
+        shown = takewhile(lambda line: not line.startswith(LEFT_OUT), data[f"screen of {script}"])
+        lines += [f"The first lines of `{script}`:", "", "```", *shown, "```", ""]
     return "\n".join(
         [
             *lines,
@@ -211,8 +214,7 @@ def _known(data: dict[str, Any]) -> list[str]:
         f"Of [{len(CASES)} scripts](../tests/audit_command/cases.py), {len(found)} of the {len(wrong)} with a fault "
         f"that the audit should name are named: {_told(faults)}. {len(accused)} of the {len(others)} others are "
         f"accused: {_told(counts)}. Of those judged in part, some may have a fault, such as a step at each "
-        "micro-batch with the loss divided by 4, and one has: cached contrastive features with a loss that is wrongly "
-        "divided.",
+        "micro-batch with the loss divided by 4, and one has: cached contrastive features with a wrongly divided loss.",
         "",
         HELD_OUT,
     ]
@@ -290,16 +292,16 @@ def _ratio(interval: list[float]) -> str:
 INTRODUCTION = """\
 `python -m bench audit -- torchrun --nproc-per-node 2 train.py ...` runs a training command unchanged, and says which
 weight each micro-batch of each rank has in each update. It adds no communication; seven scripts (plain, DDP, FSDP2,
-DeepSpeed, Accelerate, Lightning, HF Trainer) have the same losses bit for bit. `--expect N` says how many micro-batches
-an update should have, and `--updates K` how many updates of each optimizer are sampled (8 by default).
+DeepSpeed, Accelerate, Lightning, HF Trainer) have the same losses bit for bit. `--expect N` is the number of
+micro-batches that an update should have, `--updates K` that of sampled updates of each optimizer (default: 8).
 
 | verdict | exit status | what it says |
 | --- | --- | --- |
 | weights right | 0 | in the updates that it names, the gradient is all micro-batches alone, and weights sum to 1 |
 | weights right for the main loss | 0 | the same; other losses have factors that are not judged |
-| weights judged in part | 0 | a part is unknown or unusual: lines with `!` say what |
+| weights judged in part | 0 | lines with `!` say what is unknown or unusual |
 | the name of a fault | 1 | weights, or a gradient that changed, show it: lines with `x` name file and line |
-| not judged | 3 | nothing could be judged: a line with `!` says why |
+| not judged | 3 | a line with `!` says why |
 
 - *Not divided*, *divided twice* and *scaled by ranks* are measured factors, but inferred faults: a loss may have any
   factor on purpose.
@@ -321,8 +323,7 @@ LIMITS = """\
 ## What it cannot see
 
 - FSDP1, Megatron's `main_grad`, several backwards per step (LBFGS) and parameters that move between the backwards of an
-  update (SAM) are recognized and not judged; backwards within a backward (cached contrastive losses) are not seen as
-  such.
+  update (SAM) are recognized and not judged; backwards within a backward (cached contrastive losses) are not seen.
 - The scale is not judged where terms of a loss have factors of their own or their number is not visible (label
   smoothing, a compiled or chunked criterion, packed targets), where a loss joins rows with and without a gradient,
   where hooks scale gradients, and where backwards may be parts of one loss.

@@ -9,7 +9,7 @@ python -m bench invariance --vary "--gas {N} --micro-batch {B}" --batch 8 --accu
 ```
 
 This runs a training command once per split of its batch, and the first split twice (A/A). After each of the first
-updates it compares what every rank holds: gradients before and after clipping, the optimizer's state, buffers, changes
+updates it compares on every rank: gradients before and after clipping, the optimizer's state, buffers, changes
 and copies of parameters (moving averages), learning rates, schedules and loss scales.
 [Other options may vary, or the whole command](commands.md#the-same-training-twice).
 [invariance.yml](../.github/examples/invariance.yml) checks pull requests.
@@ -50,14 +50,14 @@ LIMITS = """\
 PUBLIC = """\
 ## Scripts of other projects
 
-They ran on the CPU as tiny models with random tokens. *Italics* say what the code of each script has shown.
+Tiny models with random tokens on the CPU. *Italics* say what the code of each script has shown.
 """
 PUBLIC_SCRIPTS: tuple[tuple[str, str, str, str], ...] = (
     (
         "karpathy/nanoGPT, `train.py`",
         "3adf61e",
         "without an evaluation equal to rounding; with `--eval_iters=1` not comparable: other samples in update 1",
-        "true: the evaluation before it draws B rows from the training's generator",
+        "true: the evaluation draws B rows from the training's generator",
     ),
     (
         "karpathy/build-nanogpt, `train_gpt2.py`, two ranks, bf16",
@@ -87,7 +87,7 @@ PUBLIC_SCRIPTS: tuple[tuple[str, str, str, str], ...] = (
         "sentence-transformers' trainer, `CosineSimilarityLoss`",
         "6.2.0",
         "equal to rounding",
-        "true; gradients of key biases are rounding alone, and are not accused",
+        "true; gradients of key biases are rounding alone",
     ),
     (
         "the same, `MultipleNegativesRankingLoss`",
@@ -129,18 +129,18 @@ PUBLIC_SCRIPTS: tuple[tuple[str, str, str, str], ...] = (
         "torchao's `AdamW8bit` in a plain loop",
         "0.18.0",
         "equal to rounding",
-        "true; it failed before, which was fixed",
+        "true; it failed before a fix",
     ),
     (
         "torchao's FP8 linear layers, emulated, in a plain loop",
         "0.18.0",
         "not judged: quantized tensors",
-        "true: scales are of the micro-batch; it was accused before, which was fixed",
+        "true: scales are of the micro-batch; accused before a fix",
     ),
     (
         "torchao's weights in 8 bits in a plain loop, 20 rows per epoch",
         "0.18.0",
         "updates 1 and 2 equal to rounding; then other inputs",
-        "true; it was accused before, which was fixed",
+        "true; accused before a fix",
     ),
 )

@@ -141,7 +141,8 @@ def _of_machine(other: pools.Elsewhere) -> list[str]:
         same += len(verdicts) == 1
         opposite += verdicts == pools.DIFFERENT
         unsure += len(verdicts) > 1 and Verdict.AMBIGUOUS in verdicts
-        if each.kept.b.accumulate == SHOWN_N:
+        is_shown = each in other.of_syncs or not each.is_expected
+        if each.kept.b.accumulate == SHOWN_N and is_shown:
             rows.append(_repetition(each))
     head = ("step times", "kept runs", "next run", "this run", "within")
     text = (
@@ -149,8 +150,8 @@ def _of_machine(other: pools.Elsewhere) -> list[str]:
         f"([run](../results/elsewhere/{other.matrix}/{other.run.name})). Of {len(every)} ratios, "
         f"{len(other.with_baseline)} of them to the baseline and {len(other.of_syncs)} of deferred to eager sync, "
         f"{expected} are where the kept runs expect a next one on their own machines. The verdict is the same in "
-        f"{same}, the opposite in {opposite}, and ambiguous in one of the two in {unsure}. Those at N = {SHOWN_N}, "
-        "with 95 % intervals:"
+        f"{same}, the opposite in {opposite}, and ambiguous in one of the two in {unsure}. At N = {SHOWN_N}, those of "
+        "deferred to eager sync and those outside of what is expected, with 95 % intervals:"
     )
     return [text, "", *markdown_table(head, rows)]
 
@@ -276,17 +277,16 @@ def _rivals(frame: pd.DataFrame) -> list[str]:
     names = [name for name in study.EFFECTS if name in frame]
     about = {rule.name: rule.about for rule in RULES}
     rows = [
-        (row["rule"], about[row["rule"]], str(row["trials"]), *(number(row[n]) for n in names))
+        (row["rule"], about[row["rule"]], *(number(row[n]) for n in names))
         for row in frame.to_dict("records")
     ]
     return [
         "## The rules of other tools on the same noise",
         "",
         "How often, in per cent, each rule calls two cells different, by their true difference, with the noise of "
-        "`cpu`; one comparison, interleaved as here. By default the tools run one cell after the other, so that drift "
-        "enters too.",
+        "`cpu`; one comparison, interleaved as here. By default the tools run cells in sequence, so drift enters too.",
         "",
-        *markdown_table(("tool", "rule", "trials", *names), rows),
+        *markdown_table(("tool", "rule", *names), rows),
     ]
 
 
@@ -306,8 +306,8 @@ def _methods(results: Results) -> list[str]:
     return [
         "## Which interval",
         "",
-        "Coverage and median width, in per cent, of 95 % intervals of a ratio that is 1, each the mean over the kinds "
-        f"of noise. The one in bold, of the mean logarithm, is used from {MIN_TRIALS} blocks on. The others are "
+        "Coverage and median width, in per cent, of 95 % intervals of a ratio that is 1: means over the kinds of "
+        f"noise. The one in bold, of the mean logarithm, is used from {MIN_TRIALS} blocks on; the others are "
         "percentiles of bootstrapped means.",
         "",
         *markdown_table(("method", *(f"{n} blocks" for n in choices.SIZES)), rows),
