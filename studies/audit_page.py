@@ -207,12 +207,14 @@ def _known(data: dict[str, Any]) -> list[str]:
     others = [case for case in CASES if case.verdict in (RIGHT, *OPEN)]
     accused = [case for case in others if verdicts[case.name] not in (RIGHT, *OPEN)]
     counts = Counter(verdicts[case.name] for case in others if case not in accused)
-    faults = Counter(verdict for verdict in verdicts.values() if verdict not in (RIGHT, *OPEN))
+    faults = dict.fromkeys(
+        verdict for verdict in verdicts.values() if verdict not in (RIGHT, *OPEN)
+    )
     return [
         "## Scripts with a known verdict",
         "",
         f"Of [{len(CASES)} scripts](../tests/audit_command/cases.py), {len(found)} of the {len(wrong)} with a fault "
-        f"that the audit should name are named: {_told(faults)}. {len(accused)} of the {len(others)} others are "
+        f"that the audit should name are named: {_names(faults)}. {len(accused)} of the {len(others)} others are "
         f"accused: {_told(counts)}. Of those judged in part, some may have a fault, such as a step at each "
         "micro-batch with the loss divided by 4, and one has: cached contrastive features with a wrongly divided loss.",
         "",
@@ -223,6 +225,11 @@ def _known(data: dict[str, Any]) -> list[str]:
 def _told(counts: Counter[str]) -> str:
     """Verdicts with their numbers."""
     return ", ".join(f"*{verdict}* {number}" for verdict, number in counts.items())
+
+
+def _names(verdicts: Iterable[str]) -> str:
+    """Verdicts alone."""
+    return ", ".join(f"*{verdict}*" for verdict in verdicts)
 
 
 def _costs(data: dict[str, Any]) -> list[str]:
@@ -303,8 +310,7 @@ micro-batches that an update should have, `--updates K` that of sampled updates 
 | the name of a fault | 1 | weights, or a gradient that changed, show it: lines with `x` name file and line |
 | not judged | 3 | a line with `!` says why |
 
-- *Not divided*, *divided twice* and *scaled by ranks* are measured factors, but inferred faults: a loss may have any
-  factor on purpose.
+- *Not divided*, *divided twice* and *scaled by ranks* are inferred from factors, which a loss may have on purpose.
 - *Mean of means* is a fault where most updates have micro-batches with different numbers of terms on one rank, weights
   do not follow them, and the gradient is off by more than 5 %; where each micro-batch may be one sequence, a warning.
 - *Schedule* is a warning: the rate changes at each backward, or OneCycleLR, CosineAnnealingLR, PolynomialLR, LinearLR
@@ -312,9 +318,9 @@ micro-batches that an update should have, `--updates K` that of sampled updates 
 - *Not reduced* needs replicas that end with different parameters.
 - *Known bad* is an [advisory](known-bad.md) that applies to the installed version and its config.
 
-A `sitecustomize` on PYTHONPATH, which also runs the one it hides, puts the recorder into every Python process. Hooks on
-at most 128 parameters sample 64 coordinates of each micro-gradient and of the gradient that the optimizer uses. Least
-squares over ranks with the same parameter give the weights, and a hook on the criterion the factor of the loss.
+A `sitecustomize` on PYTHONPATH, which also runs the one it hides, records in every Python process. Hooks on at most
+128 parameters sample 64 coordinates of each micro-gradient and of the gradient that the optimizer uses. Least squares
+over ranks with the same parameter give the weights, a hook on the criterion the factor of the loss.
 
 A window is the backwards that add to the parameters of an optimizer between two of its steps. A backward is a
 micro-batch where a data loader hands out a batch for each, or where one place in the code calls it with other data each
@@ -343,13 +349,13 @@ Called right with torch 2.13.0 and these versions of one package at a time:"""
 HELD_OUT = """\
 The audit's limits were chosen with these scripts. 55 others were written before they were audited: of 18 with a fault
 11 were named, 4 got a warning with the right number, and 3 were not judged; of 37 right ones 1 was accused, and 1 was
-stopped by the audit. Both are fixed, and among the scripts above.
+stopped by the audit. Both are fixed, and among these scripts.
 """
 PUBLIC = """\
 ## Training loops of other projects
 
 Run on the CPU with other sizes and data; reading the code bore out each answer
-([by hand](../studies/audited_by_hand.toml), where for PyPI no version was recorded, and
+([by hand](../studies/audited_by_hand.toml), for PyPI without a version, and
 [packages](../studies/packages/checked.toml), which `--packages` runs again).
 """
 

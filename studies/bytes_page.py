@@ -54,6 +54,8 @@ LEAST_SHOWN = 0.05 * MIB
 """Bytes of an operation in a step, below which the page leaves it out."""
 SHOWN_MODEL, SHOWN_WORLD, SHOWN_N = "tiny", 4, 4
 """Model, world and N of the collectives that the page lists, and of what is held."""
+MOST_SHOWN = 8
+"""Ranks of the largest small world whose held gradients the page lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,11 +203,11 @@ def _peaks(errors: pd.DataFrame) -> list[str]:
     return [
         "## Predicted peaks against exact ones",
         "",
-        "`predict` calculates the peak of a rank by a closed form in which nothing is fitted "
-        "([footprint.py](../bench/forecast/footprint.py)). It omits tensors of a few tokens, which matter in the tiny "
-        "model. Exact peaks are of all live tensors but the tokens of all windows and the model's buffers. Cells of "
-        "tiny are those above; the others vary backend, N, W, precision, length and checkpointing, on fake tensors as "
-        "by `predict --exact`, DDP's on real ones.",
+        "`predict` calculates a rank's peak by a closed form in which nothing is fitted "
+        "([footprint.py](../bench/forecast/footprint.py)); it omits tensors of a few tokens, which matter in tiny. "
+        "Exact peaks are of all live tensors but the tokens of all windows and the model's buffers. Cells of tiny are "
+        "those above; the others vary backend, N, W, precision, length and checkpointing, on fake tensors as by "
+        "`predict --exact`, DDP's on real ones.",
         "",
         *markdown_table(
             ("model", "cells", *(f"within {100 * limit:g} %" for limit in LIMITS), "farthest"), rows
@@ -258,7 +260,7 @@ def _held(measured: Measured) -> list[str]:
         (measured.memory["category"] == "held_gradients")
         & (measured.memory["accumulate"] == SHOWN_N)
     ]
-    memory = memory[~memory["world"].str.startswith("fake")]
+    memory = memory[~memory["world"].str.startswith("fake") & (memory["world_size"] <= MOST_SHOWN)]
     worlds = sorted(memory["world"].unique(), key=_place)
     rows = []
     for backend, part in memory.groupby("backend"):
@@ -270,7 +272,7 @@ def _held(measured: Measured) -> list[str]:
         f"## Gradients held between micro-batches, {SHOWN_MODEL}, N = {SHOWN_N}, MiB per rank",
         "",
         "Where gradients are sharded, a rank holds its shard under eager sync (ZeRO-2 in fp32: each parameter that "
-        "overlaps the shard, whole), and all of them under deferred sync, whatever W (DeepSpeed's ZeRO-3 a shard "
+        "overlaps it, whole), and all of them under deferred sync, whatever W (DeepSpeed's ZeRO-3 a shard "
         "besides). DDP holds all gradients, and under deferred sync twice: unreduced sums, and the buckets of which "
         "reduced gradients are views. HF Trainer's DDP has no views, and its buckets count as communication. On one "
         "rank Accelerate defers nothing under DDP.",
@@ -301,10 +303,11 @@ def _offload() -> list[str]:
             *([on_host[key]] for key in (PINNED, COPIED_TO_DEVICE, COPIED_TO_HOST)),
         ]
         cells = (", ".join(f"{size / GIB:.2f}" for size in sizes) for sizes in parts)
-        rows.append((name, str(cell.precision), *cells))
+        precision = "" if cell.precision == OFFLOADED.precision else f" ({cell.precision})"
+        rows.append((f"{name}{precision}", *cells))
     cell = OFFLOADED
     return [
-        f"## Offload: {cell.model} on {cell.world_size} GPUs, N = {cell.accumulate}, GiB per rank",
+        f"## Offload: {cell.model} on {cell.world_size} GPUs, N = {cell.accumulate}, {cell.precision}, GiB per rank",
         "",
         "By formula ([offload.py](../bench/judge/offload.py)); not measured on a GPU. Small models over a stub of "
         "CUDA, with DeepSpeed and torch as they are, hold and copy the same to the byte "
@@ -314,9 +317,7 @@ def _offload() -> list[str]:
         "precision, by ZeRO-3 its sums in every micro-batch. On a CPU nothing is copied, ZeRO holds both sides, and "
         "FSDP2 what it holds without offload.",
         "",
-        *markdown_table(
-            ("backend", "precision", "device", "host", "pinned", "to device", "to host"), rows
-        ),
+        *markdown_table(("backend", "device", "host", "pinned", "to device", "to host"), rows),
     ]
 
 
@@ -337,7 +338,7 @@ def _large(measured: Measured) -> list[str]:
         )
         of_worlds = texts.setdefault(trial["backend"], {})
         of_worlds[trial["world_size"]] = ", ".join(f"{size:.2f}" for size in sizes)
-    worlds = sorted(set(fake["world_size"]))
+    worlds = sorted({min(fake["world_size"]), max(fake["world_size"])})
     rows = [
         (backend, *(of_worlds.get(world, "-") for world in worlds))
         for backend, of_worlds in texts.items()

@@ -25,7 +25,7 @@ PACKAGES = {
 INTRODUCTION = """# Known-bad versions
 
 Versions of frameworks that accumulate gradients otherwise than their settings say. Each defect was measured on the \
-CPU over gloo with a small program that needs nothing of the bench: its *reproducer*. `doctor` and `lint` compare what \
+CPU over gloo with a small program without the bench: its *reproducer*. `doctor` and `lint` compare what \
 is installed with this list, and `audit` what a training uses.
 
 Unless an entry says otherwise, training goes on without an error, while updates are wrong by the rule of \
@@ -33,8 +33,7 @@ Unless an entry says otherwise, training goes on without an error, while updates
 says otherwise. A range begins at the oldest bad version that was measured. It ends where a version was measured to be \
 right or its source was read: upgrade, or do what *else* helps. `<=`, and `<2.14` of torch, end at the newest version \
 that was measured, and later ones may be bad too. Written from [advisories.toml](../bench/audit/advisories.toml), \
-which has each cause, and each measured version with its result and date; `nox -s versions -- --weights \
-deepspeed==0.18.9` measures a version again.
+which has each cause, and each measured version with its result and date.
 """
 SEVERAL = {"accumulate": Wanted(least=2)}
 """What an entry is about if it does not say otherwise."""

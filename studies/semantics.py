@@ -159,7 +159,12 @@ def page(
 def heading(name: str, values: Mapping[str, Any]) -> str:
     """What a scenario asks, its name, and its setting where that is not the usual one."""
     parts = Scenario.from_dict(values).setting.split(", ")
-    setting = ", ".join(part for part in parts if part not in USUAL + IN_TITLES)
+    counted = f"{values['samples']} samples"
+    batches = values["samples"] / (values["batch_size"] * values["world_size"])
+    known = (*USUAL, *IN_TITLES)
+    if f"{batches:g} micro-batches of {values['batch_size']} per epoch" in parts:
+        known += (counted,)  # which is their product
+    setting = ", ".join(part for part in parts if part not in known)
     about = f"{_code(name)}: {escape(setting)}" if setting else _code(name)
     return f"**{escape(values['title'])}** ({about})"
 
