@@ -161,7 +161,7 @@ def heading(name: str, values: Mapping[str, Any]) -> str:
     parts = Scenario.from_dict(values).setting.split(", ")
     counted = f"{values['samples']} samples"
     batches = values["samples"] / (values["batch_size"] * values["world_size"])
-    known = (*USUAL, *IN_TITLES)
+    known: tuple[str, ...] = (*USUAL, *IN_TITLES)
     if f"{batches:g} micro-batches of {values['batch_size']} per epoch" in parts:
         known += (counted,)  # which is their product
     setting = ", ".join(part for part in parts if part not in known)
