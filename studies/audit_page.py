@@ -17,7 +17,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import distributions, version
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ COMMAND = "python -m studies.audit_page"
 BY_HAND = ROOT / "studies/audited_by_hand.toml"
 LOOPS = ROOT / "studies/packages"
 SCREENS = ("ddp late",)
+LEFT_OUT = "residual"
+"""The first line of a screen that the page leaves out, with all that follow."""
 COSTS = ("ddp 64",)
 VERSIONS, PACKAGES = "versions", "packages"
 RIGHT_LOOPS = {
@@ -180,7 +182,8 @@ def page(data: dict[str, Any]) -> str:
         "",
     ]
     for script in SCREENS:
-        lines += [f"Of `{script}`:", "", "```", *data[f"screen of {script}"], "```", ""]
+        shown = takewhile(lambda line: not line.startswith(LEFT_OUT), data[f"screen of {script}"])
+        lines += [f"The first lines of `{script}`:", "", "```", *shown, "```", ""]
     return "\n".join(
         [
             *lines,
@@ -204,15 +207,16 @@ def _known(data: dict[str, Any]) -> list[str]:
     others = [case for case in CASES if case.verdict in (RIGHT, *OPEN)]
     accused = [case for case in others if verdicts[case.name] not in (RIGHT, *OPEN)]
     counts = Counter(verdicts[case.name] for case in others if case not in accused)
-    faults = Counter(verdict for verdict in verdicts.values() if verdict not in (RIGHT, *OPEN))
+    faults = dict.fromkeys(
+        verdict for verdict in verdicts.values() if verdict not in (RIGHT, *OPEN)
+    )
     return [
         "## Scripts with a known verdict",
         "",
         f"Of [{len(CASES)} scripts](../tests/audit_command/cases.py), {len(found)} of the {len(wrong)} with a fault "
-        f"that the audit should name are named: {_told(faults)}. {len(accused)} of the {len(others)} others are "
+        f"that the audit should name are named: {_names(faults)}. {len(accused)} of the {len(others)} others are "
         f"accused: {_told(counts)}. Of those judged in part, some may have a fault, such as a step at each "
-        "micro-batch with the loss divided by 4, and one has: cached contrastive features with a loss that is wrongly "
-        "divided.",
+        "micro-batch with the loss divided by 4, and one has: cached contrastive features with a wrongly divided loss.",
         "",
         HELD_OUT,
     ]
@@ -221,6 +225,11 @@ def _known(data: dict[str, Any]) -> list[str]:
 def _told(counts: Counter[str]) -> str:
     """Verdicts with their numbers."""
     return ", ".join(f"*{verdict}* {number}" for verdict, number in counts.items())
+
+
+def _names(verdicts: Iterable[str]) -> str:
+    """Verdicts alone."""
+    return ", ".join(f"*{verdict}*" for verdict in verdicts)
 
 
 def _costs(data: dict[str, Any]) -> list[str]:
@@ -293,19 +302,18 @@ def _ratio(interval: list[float]) -> str:
 INTRODUCTION = """\
 `python -m bench audit -- torchrun --nproc-per-node 2 train.py ...` runs a training command unchanged, and says which
 weight each micro-batch of each rank has in each update. It adds no communication; seven scripts (plain, DDP, FSDP2,
-DeepSpeed, Accelerate, Lightning, HF Trainer) have the same losses bit for bit. `--expect N` says how many micro-batches
-an update should have, and `--updates K` how many updates of each optimizer are sampled (8 by default).
+DeepSpeed, Accelerate, Lightning, HF Trainer) have the same losses bit for bit. `--expect N` is the number of
+micro-batches that an update should have, `--updates K` that of sampled updates of each optimizer (default: 8).
 
 | verdict | exit status | what it says |
 | --- | --- | --- |
 | weights right | 0 | in the updates that it names, the gradient is all micro-batches alone, and weights sum to 1 |
 | weights right for the main loss | 0 | the same; other losses have factors that are not judged |
-| weights judged in part | 0 | a part is unknown or unusual: lines with `!` say what |
+| weights judged in part | 0 | lines with `!` say what is unknown or unusual |
 | the name of a fault | 1 | weights, or a gradient that changed, show it: lines with `x` name file and line |
-| not judged | 3 | nothing could be judged: a line with `!` says why |
+| not judged | 3 | a line with `!` says why |
 
-- *Not divided*, *divided twice* and *scaled by ranks* are measured factors, but inferred faults: a loss may have any
-  factor on purpose.
+- *Not divided*, *divided twice* and *scaled by ranks* are inferred from factors, which a loss may have on purpose.
 - *Mean of means* is a fault where most updates have micro-batches with different numbers of terms on one rank, weights
   do not follow them, and the gradient is off by more than 5 %; where each micro-batch may be one sequence, a warning.
 - *Schedule* is a warning: the rate changes at each backward, or OneCycleLR, CosineAnnealingLR, PolynomialLR, LinearLR
@@ -313,9 +321,9 @@ an update should have, and `--updates K` how many updates of each optimizer are 
 - *Not reduced* needs replicas that end with different parameters.
 - *Known bad* is an [advisory](known-bad.md) that applies to the installed version and its config.
 
-A `sitecustomize` on PYTHONPATH, which also runs the one it hides, puts the recorder into every Python process. Hooks on
-at most 128 parameters sample 64 coordinates of each micro-gradient and of the gradient that the optimizer uses. Least
-squares over ranks with the same parameter give the weights, and a hook on the criterion the factor of the loss.
+A `sitecustomize` on PYTHONPATH, which also runs the one it hides, records in every Python process. Hooks on at most
+128 parameters sample 64 coordinates of each micro-gradient and of the gradient that the optimizer uses. Least squares
+over ranks with the same parameter give the weights, a hook on the criterion the factor of the loss.
 
 A window is the backwards that add to the parameters of an optimizer between two of its steps. A backward is a
 micro-batch where a data loader hands out a batch for each, or where one place in the code calls it with other data each
@@ -324,8 +332,7 @@ LIMITS = """\
 ## What it cannot see
 
 - FSDP1, Megatron's `main_grad`, several backwards per step (LBFGS) and parameters that move between the backwards of an
-  update (SAM) are recognized and not judged; backwards within a backward (cached contrastive losses) are not seen as
-  such.
+  update (SAM) are recognized and not judged; backwards within a backward (cached contrastive losses) are not seen.
 - The scale is not judged where terms of a loss have factors of their own or their number is not visible (label
   smoothing, a compiled or chunked criterion, packed targets), where a loss joins rows with and without a gradient,
   where hooks scale gradients, and where backwards may be parts of one loss.
@@ -345,13 +352,13 @@ Called right with torch 2.13.0 and these versions of one package at a time:"""
 HELD_OUT = """\
 The audit's limits were chosen with these scripts. 55 others were written before they were audited: of 18 with a fault
 11 were named, 4 got a warning with the right number, and 3 were not judged; of 37 right ones 1 was accused, and 1 was
-stopped by the audit. Both are fixed, and among the scripts above.
+stopped by the audit. Both are fixed, and among these scripts.
 """
 PUBLIC = """\
 ## Training loops of other projects
 
 Run on the CPU with other sizes and data; reading the code bore out each answer, except where it says a miss
-([by hand](../studies/audited_by_hand.toml), where for PyPI no version was recorded, and
+([by hand](../studies/audited_by_hand.toml), for PyPI without a version unless one is given, and
 [packages](../studies/packages/checked.toml), which `--packages` runs again).
 """
 

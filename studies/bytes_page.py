@@ -53,7 +53,9 @@ OFFLOADED = Cell(
 LEAST_SHOWN = 0.05 * MIB
 """Bytes of an operation in a step, below which the page leaves it out."""
 SHOWN_MODEL, SHOWN_WORLD, SHOWN_N = "tiny", 4, 4
-"""Model and world whose collectives the page lists, and N at which it lists what is held."""
+"""Model, world and N of the collectives that the page lists, and of what is held."""
+MOST_SHOWN = 8
+"""Ranks of the largest small world whose held gradients the page lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +127,9 @@ def page(runs: Sequence[Run], accumulation: Sequence[Mapping[str, Any]]) -> str:
         "",
         "Collectives are counted where they are handed to the process group; memory is a ledger of live tensors. Both "
         "are calculated too ([formulas.py](../bench/judge/formulas.py), with sources), and a difference makes a cell "
-        "`invalid`. Real worlds are process groups over gloo on the CPU. In a virtual one a "
-        "single process is rank 0 of W and only pretends to communicate; with fake tensors nothing is allocated "
-        "either. Only the published peaks are from GPUs; [GPUs](gpu.md) has what was measured on one.",
+        "`invalid`. Real worlds are process groups over gloo on the CPU. In a virtual one a single process is rank 0 "
+        "of W and pretends to communicate; with fake tensors nothing is allocated either. Only the published peaks are "
+        "from GPUs; [GPUs](gpu.md) has what was measured on one.",
         "",
         "## Measured against formula",
         "",
@@ -173,8 +175,8 @@ def _agreement(measured: Measured) -> list[str]:
         *markdown_table(
             ("worlds", "cells", "operations with equal calls and bytes", "held bytes equal"), rows
         ),
-        "Held are parameters, gradients, optimizer state and communication buffers between two micro-batches, to the "
-        "byte, with the padding of uneven shards. N = 1 has no such moment.",
+        "Held, to the byte and with the padding of uneven shards, are parameters, gradients, optimizer state and "
+        "communication buffers between two micro-batches, which N = 1 has not.",
         "",
     ]
 
@@ -201,11 +203,11 @@ def _peaks(errors: pd.DataFrame) -> list[str]:
     return [
         "## Predicted peaks against exact ones",
         "",
-        "`predict` calculates the peak of a rank by a closed form in which nothing is fitted "
-        "([footprint.py](../bench/forecast/footprint.py)). It omits tensors of a few tokens, which matter in the tiny "
-        "model. Exact peaks are of all live tensors but the tokens of all windows and the model's buffers. Cells of "
-        "tiny are those above; the others vary backend, N, W, precision, length and checkpointing, on fake tensors as "
-        "by `predict --exact`, DDP's on real ones.",
+        "`predict` calculates a rank's peak by a closed form in which nothing is fitted "
+        "([footprint.py](../bench/forecast/footprint.py)); it omits tensors of a few tokens, which matter in tiny. "
+        "Exact peaks are of all live tensors but the tokens of all windows and the model's buffers. Cells of tiny are "
+        "those above; the others vary backend, N, W, precision, length and checkpointing, on fake tensors as by "
+        "`predict --exact`, DDP's on real ones.",
         "",
         *markdown_table(
             ("model", "cells", *(f"within {100 * limit:g} %" for limit in LIMITS), "farthest"), rows
@@ -216,22 +218,22 @@ def _peaks(errors: pd.DataFrame) -> list[str]:
 def _collectives(measured: Measured) -> list[str]:
     shown = measured.collectives
     shown = shown[(shown["world"].str.startswith("real")) & (shown["world_size"] == SHOWN_WORLD)]
-    factors = sorted(shown["accumulate"].unique())
-    sent: dict[str, dict[int, list[str]]] = {}
+    shown = shown[shown["accumulate"] == SHOWN_N]
+    sent: dict[str, list[str]] = {}
     for row in rows_of(shown.sort_values(["backend", "op", "dtype", "group"])):
-        texts = sent.setdefault(str(row["backend"]), {n: [] for n in factors})
+        texts = sent.setdefault(str(row["backend"]), [])
         if row["payload_bytes"] >= LEAST_SHOWN:
-            texts[row["accumulate"]].append(_amount(row))
-    rows = _merged((backend, *map("<br>".join, by_n.values())) for backend, by_n in sent.items())
+            texts.append(_amount(row))
+    rows = _merged((backend, "<br>".join(texts)) for backend, texts in sent.items())
     return [
         f"## Collectives of one optimizer step, {SHOWN_MODEL}, W = {SHOWN_WORLD}",
         "",
         "Calls, operation and MiB of payload, fp32 unless said: the whole tensor, which each rank of the group has "
         "after a gather or before a reduction. HSDP has two replicas. Operations below 0.05 MiB, such as broadcasts "
-        "of buffers, norms and counts of tokens, and all other worlds are in "
+        "of buffers, norms and counts of tokens, N = 1 and all other worlds are in "
         "[collectives.parquet](../results/bytes/collectives.parquet).",
         "",
-        *markdown_table(("backend", *(f"N = {n}" for n in factors)), rows),
+        *markdown_table(("backend", f"N = {SHOWN_N}"), rows),
     ]
 
 
@@ -258,7 +260,7 @@ def _held(measured: Measured) -> list[str]:
         (measured.memory["category"] == "held_gradients")
         & (measured.memory["accumulate"] == SHOWN_N)
     ]
-    memory = memory[~memory["world"].str.startswith("fake")]
+    memory = memory[~memory["world"].str.startswith("fake") & (memory["world_size"] <= MOST_SHOWN)]
     worlds = sorted(memory["world"].unique(), key=_place)
     rows = []
     for backend, part in memory.groupby("backend"):
@@ -269,11 +271,11 @@ def _held(measured: Measured) -> list[str]:
     return [
         f"## Gradients held between micro-batches, {SHOWN_MODEL}, N = {SHOWN_N}, MiB per rank",
         "",
-        "Where gradients are sharded, a rank holds its shard of them under eager sync (ZeRO-2 in fp32: each parameter "
-        "that overlaps the shard, whole), and all of them under deferred sync, whatever W, in DeepSpeed's ZeRO-3 with "
-        "a shard besides: the price of one reduction per step. DDP holds all gradients, and under deferred sync "
-        "twice: unreduced sums, and the buckets of which reduced gradients are views. HF Trainer's DDP has no views, "
-        "and its buckets count as communication. On one rank Accelerate defers nothing under DDP.",
+        "Where gradients are sharded, a rank holds its shard under eager sync (ZeRO-2 in fp32: each parameter that "
+        "overlaps it, whole), and all of them under deferred sync, whatever W (DeepSpeed's ZeRO-3 a shard "
+        "besides). DDP holds all gradients, and under deferred sync twice: unreduced sums, and the buckets of which "
+        "reduced gradients are views. HF Trainer's DDP has no views, and its buckets count as communication. On one "
+        "rank Accelerate defers nothing under DDP.",
         "",
         *markdown_table(
             ("backend", *(w.removesuffix(f", {SHOWN_MODEL}") for w in worlds)), _merged(rows)
@@ -301,22 +303,21 @@ def _offload() -> list[str]:
             *([on_host[key]] for key in (PINNED, COPIED_TO_DEVICE, COPIED_TO_HOST)),
         ]
         cells = (", ".join(f"{size / GIB:.2f}" for size in sizes) for sizes in parts)
-        rows.append((name, str(cell.precision), *cells))
+        precision = "" if cell.precision == OFFLOADED.precision else f" ({cell.precision})"
+        rows.append((f"{name}{precision}", *cells))
     cell = OFFLOADED
     return [
-        f"## Offload: {cell.model} on {cell.world_size} GPUs, N = {cell.accumulate}, GiB per rank",
+        f"## Offload: {cell.model} on {cell.world_size} GPUs, N = {cell.accumulate}, {cell.precision}, GiB per rank",
         "",
         "By formula ([offload.py](../bench/judge/offload.py)); not measured on a GPU. Small models over a stub of "
         "CUDA, with DeepSpeed and torch as they are, hold and copy the same to the byte "
-        "([test_offload.py](../tests/cuda/test_offload.py)). Between micro-batches, *device* and *host* hold "
-        "parameters, gradients, the optimizer state (host alone) and buffers; torch rounds each *pinned* tensor up to "
-        "a power of two. The last two columns are copied per optimizer step. FSDP2 copies shards in fp32 whatever the "
-        "precision. ZeRO-3 writes and fetches its sums in every micro-batch. On a CPU nothing is copied, ZeRO holds "
-        "both sides, and FSDP2 what it holds without offload.",
+        "([test_offload.py](../tests/cuda/test_offload.py)). *Device* and *host* hold parameters, gradients, the "
+        "optimizer state (host alone) and buffers between micro-batches; torch rounds each *pinned* tensor up to a "
+        "power of two. The last two columns are copied per optimizer step: by FSDP2 shards in fp32 whatever the "
+        "precision, by ZeRO-3 its sums in every micro-batch. On a CPU nothing is copied, ZeRO holds both sides, and "
+        "FSDP2 what it holds without offload.",
         "",
-        *markdown_table(
-            ("backend", "precision", "device", "host", "pinned", "to device", "to host"), rows
-        ),
+        *markdown_table(("backend", "device", "host", "pinned", "to device", "to host"), rows),
     ]
 
 
@@ -337,7 +338,7 @@ def _large(measured: Measured) -> list[str]:
         )
         of_worlds = texts.setdefault(trial["backend"], {})
         of_worlds[trial["world_size"]] = ", ".join(f"{size:.2f}" for size in sizes)
-    worlds = sorted(set(fake["world_size"]))
+    worlds = sorted({min(fake["world_size"]), max(fake["world_size"])})
     rows = [
         (backend, *(of_worlds.get(world, "-") for world in worlds))
         for backend, of_worlds in texts.items()

@@ -11,13 +11,13 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from bench.audit.invariance.invariance_screen import screen
 from bench.audit.invariance.invariance_verdict import BITWISE, ROUNDED, InvarianceVerdict
 from bench.formatting import at_most
-from bench.tabular import markdown_table
 from studies import ROOT
 from studies.invariance_texts import INTRODUCTION, LIMITS, PUBLIC, PUBLIC_SCRIPTS, SIZES_OF_ROUNDING
 from tests.invariance.cases import CASES, DIFFERENT, SplitCase, compare
@@ -26,7 +26,9 @@ from tests.invariance.cost import COST, measure
 PAGE, DATA = ROOT / "docs/invariance.md", ROOT / "docs/invariance.json"
 COMMAND = "python -m studies.invariance_page"
 SCREENS = ("ddp underweight on 2",)
-MOST_SHOWN = 7
+LEFT_OUT = "ranks"
+"""The first line of a screen that the page leaves out, with all that follow."""
+MOST_SHOWN = 2
 """Faults of a topic that the page names."""
 AT_ONCE = 4
 """Cases whose results are kept together."""
@@ -171,35 +173,33 @@ def _known_verdicts(cases: Sequence[SplitCase], data: Results) -> Iterator[str]:
         "may depend on N or are not seeded, and the answer says so."
     )
     yield ""
-    yield from markdown_table(
-        ("trained by", "wrong", "of these found", "right", "of these accused"),
-        _by_framework(cases, found, accused),
-    )
+    yield f"Wrong and right ones, by what trains them: {'; '.join(_by_framework(cases, found, accused))}."
+    yield ""
     yield from (f"- *{topic}*: {faults}" for topic, faults in _by_finding(found))
     yield ""
 
 
 def _screens(data: Results) -> Iterator[str]:
     for name in SCREENS:
-        yield from (f"The screen of `{name}`:", "", "```", *data[name]["screen"], "```", "")
+        shown = takewhile(lambda line: not line.startswith(LEFT_OUT), data[name]["screen"])
+        yield from (f"The first lines of `{name}`:", "", "```", *shown, "```", "")
 
 
 def _by_framework(
     cases: Sequence[SplitCase], found: Sequence[SplitCase], accused: Sequence[SplitCase]
-) -> list[tuple[str, str, str, str, str]]:
-    """How many scripts are wrong and right, and what becomes of them, by what trains them."""
-    rows = []
+) -> list[str]:
+    """How many scripts are wrong and right, by what trains them, with those that are missed or accused."""
+    told = []
     for framework in dict.fromkeys(TRAINED_BY.values()):
         own = [case for case in cases if _trained_by(case) == framework]
         wrong = [case for case in own if case.verdict == DIFFERENT]
-        counts = (
-            len(wrong),
-            len([case for case in wrong if case in found]),
-            len(own) - len(wrong),
-            len([case for case in own if case in accused]),
-        )
-        rows.append((framework, *map(str, counts)))
-    return rows
+        text = f"{framework} {len(wrong)} and {len(own) - len(wrong)}"
+        if missed := [case for case in wrong if case not in found]:
+            text += f", {len(missed)} missed"
+        if named := [case for case in own if case in accused]:
+            text += f", {len(named)} accused"
+        told.append(text)
+    return told
 
 
 def _trained_by(case: SplitCase) -> str:

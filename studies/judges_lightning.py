@@ -120,14 +120,6 @@ def ends_early(m: Measured) -> Judged:
     return true(ddp < wanted or engine < wanted), numbers
 
 
-def drop_last(m: Measured) -> Judged:
-    without, dropped = (
-        min(m.weights(scenario, PLAIN)) for scenario in ("partial-window", "drop-last")
-    )
-    numbers = {"without": without, "dropped": dropped, "updates": m.updates("drop-last", PLAIN)}
-    return true(without == 1 != dropped), numbers
-
-
 def small_last_batch(m: Measured) -> Judged:
     kept, dropped = (m.distortion(scenario, PLAIN) for scenario in ("keep-last", "drop-last"))
     weight_kept, weight = (
@@ -235,16 +227,6 @@ def inverted(m: Measured) -> Judged:
         "before": before.split(": ValueError")[0],
         "after": after,
     }
-
-
-def multiple_in_220(m: Measured) -> Judged:
-    right, raised = (
-        part.split(": ")[0]
-        for part in m.version("lightning", ACCEPTED)["2.2.0"].split("; raised at ")
-    )
-    raising = [number for number in map(int, raised.split(", ")) if number % 4 == 0]
-    numbers = {"right": right.removeprefix("right at "), "raising": ", ".join(map(str, raising))}
-    return true(not raising), numbers
 
 
 def _whole(m: Measured) -> tuple[pd.DataFrame, pd.DataFrame]:

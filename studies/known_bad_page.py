@@ -25,15 +25,15 @@ PACKAGES = {
 INTRODUCTION = """# Known-bad versions
 
 Versions of frameworks that accumulate gradients otherwise than their settings say. Each defect was measured on the \
-CPU over gloo with a small program that needs nothing of the bench: its *reproducer*. `doctor` and `lint` compare what \
+CPU over gloo with a small program without the bench: its *reproducer*. `doctor` and `lint` compare what \
 is installed with this list, and `audit` what a training uses.
 
 Unless an entry says otherwise, training goes on without an error, while updates are wrong by the rule of \
-[semantics](semantics.md), at each N >= 2. Weights are those of four micro-batches. A range begins at the oldest bad \
-version that was measured. It ends where a version was measured to be right or its source was read: upgrade, or do \
-what *else* helps. `<=`, and `<2.14` of torch, end at the newest version that was measured, and later ones may be bad \
-too. Written from [advisories.toml](../bench/audit/advisories.toml), which has each cause, and each measured version \
-with its result and date; `nox -s versions -- --weights deepspeed==0.18.9` measures a version again.
+[semantics](semantics.md), at each N >= 2. Weights are those of four micro-batches; 1/4 each is right unless an entry \
+says otherwise. A range begins at the oldest bad version that was measured. It ends where a version was measured to be \
+right or its source was read: upgrade, or do what *else* helps. `<=`, and `<2.14` of torch, end at the newest version \
+that was measured, and later ones may be bad too. Written from [advisories.toml](../bench/audit/advisories.toml), \
+which has each cause, and each measured version with its result and date.
 """
 SEVERAL = {"accumulate": Wanted(least=2)}
 """What an entry is about if it does not say otherwise."""
@@ -41,6 +41,8 @@ SPELLINGS = ("float32", "torch.float32")
 """Of fp32, which the page does not repeat."""
 IN_TITLES = ("loop.", "uneven")
 """Beginnings of conditions that have no key in a config; titles and effects tell them."""
+RIGHT = " instead of 1/4 each"
+"""What effects say of weights, and the introduction for all of them."""
 LEVELS = {"error": "", "warning": "*stops or misinforms*: ", "note": "*to know*: "}
 """What is said before a defect, by its level."""
 
@@ -69,8 +71,9 @@ def entry(advisory: Advisory, shared: Mapping[str, Wanted]) -> str:
     found = versions(advisory.affected)
     for name, needed in advisory.beside.items():
         found += f" with {PACKAGES[name]} {versions(needed)}"
+    effect = advisory.effect.replace(RIGHT, "")
     return (
-        f'- <a id="{advisory.id}"></a>**{found}**: {LEVELS[advisory.level]}{advisory.title}; {advisory.effect}. '
+        f'- <a id="{advisory.id}"></a>**{found}**: {LEVELS[advisory.level]}{advisory.title}; {effect}. '
         f"{where(advisory.condition, shared)}{remedy(advisory)}{', '.join(links(advisory))}"
     )
 

@@ -81,6 +81,10 @@ class SecondJudgement:
     how: str
 
 
+KINDS_SHOWN = 4
+"""The kinds of which most files are, which the page names."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Lint the repositories of a folder, if one is given, and write the page."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
@@ -274,7 +278,8 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
             "one commit that are about training, each content once in each of two readings, without options, for "
             f"DeepSpeed 0.19.8 and Lightning 2.6.6. {unknown:,} are of a kind that `lint` does not know or show too "
             f"little of one, and {unreadable} have a value that it refuses. The other {kinds.total():,} are of "
-            f"{', '.join(kind for kind, _ in kinds.most_common())}.",
+            f"{', '.join(kind for kind, _ in kinds.most_common(KINDS_SHOWN))} and {len(kinds) - KINDS_SHOWN} other "
+            "kinds.",
             "",
             "The project judged its own findings, by rule and repository "
             "([with reasons](../studies/lint_judged.toml)). A finding is right if what it says happens with these "
@@ -290,9 +295,9 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
             "",
             "## A second judge",
             "",
-            "Each finding of two rules in the repositories that were read last was judged again, one by one, by a "
-            "program that shares no code with `lint`. It takes the arguments of a script from bash, or from its text "
-            "where bash alone does not show them, and has the frameworks read these and the configs, on the CPU.",
+            "Each finding of two rules in the repositories read last was judged again by a program that shares no "
+            "code with `lint`. It takes a script's arguments from bash, or from its text where bash does not show "
+            "them, and has the frameworks read these and the configs, on the CPU.",
             "",
             *markdown_table(
                 ("rule", "repositories", "right", "how"),
@@ -311,9 +316,7 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
             "",
             *markdown_table(("rule", "title", "right"), rows, [2]),
             *wrong,
-            "Notes, which are not judged: "
-            + ", ".join(f"{rule} {number}" for rule, number in sorted(notes.items()))
-            + ".",
+            f"{notes.total():,} notes of {len(notes)} rules are not judged.",
             "",
         ]
     )

@@ -170,16 +170,16 @@ def section() -> list[str]:
         f"In turns the spread is {gains[0]:.2f} times as large as apart on the idle machine, and {gains[1]:.2f} times "
         "beside two programs that never wait (geometric means over cells). Idle, the standard deviation is "
         f"{noise:.2f} times as large, but a block takes {turns:.0f} s instead of {apart:.0f} s, in part to start "
-        "second process groups. Cells that trained one after the other in the same processes, forwards and backwards, "
-        f"had {together:.2f} times the spread of cells apart (both machines, measured earlier).",
+        "second process groups. Cells one after the other in the same processes had "
+        f"{together:.2f} times the spread of cells apart (both machines, measured earlier).",
         "",
-        f"Load changes the ratio itself: in turns, `fsdp2-deferred` takes {busy.ratio:.2f} ({_ends(busy)}) times as "
-        f"long as `{BASELINE}` beside these programs, and {idle.ratio:.2f} ({_ends(idle)}) times without them. So "
-        "cells are timed apart, and no times from a busy machine are compared.",
+        f"Load changes the ratio itself: in turns, `fsdp2-deferred` takes {busy.ratio:.2f} ({_ends(busy)}) times the "
+        f"step of `{BASELINE}` beside these programs, and {idle.ratio:.2f} ({_ends(idle)}) without them. So cells are "
+        "timed apart, and no times from a busy machine are compared.",
         "",
-        f"Idle, the step of `{BASELINE}` beside a cell that waits is {slowed.ratio:.3f} ({_ends(slowed)}) times as "
-        f"long as alone. In turn with itself, {hold} of {len(twins)} intervals of {MIN_TRIALS} trials each contain 1; "
-        f"their median width is {100 * width:.1f} %.",
+        f"Idle, the step of `{BASELINE}` beside a cell that waits is {slowed.ratio:.3f} ({_ends(slowed)}) times that "
+        f"alone. In turn with itself, {hold} of {len(twins)} intervals of {MIN_TRIALS} trials contain 1 (median width "
+        f"{100 * width:.1f} %).",
         "",
         *_starts(**found["starts"]),
     ]
@@ -211,11 +211,11 @@ def _starts(seconds: Sequence[float], products: Sequence[float]) -> list[str]:
     around = [statistics.mean(pair) for pair in itertools.pairwise(machine)]
     found = pearsonr(steps, around)
     return [
-        f"Two starts of a cell differ. In another run, `{BASELINE}` was started {len(steps)} times alone on the idle "
-        f"machine: its step (median {statistics.median(seconds):.4f} s) has a standard deviation of "
-        f"{100 * statistics.stdev(steps):.1f} %. Before and after each start, two processes that never end multiplied "
-        f"{PRODUCTS} matrices, the time of which has one of {100 * statistics.stdev(machine):.1f} %. Their correlation "
-        f"is {found.statistic:.2f} (p = {found.pvalue:.2g}): the machine's speed explains "
+        f"Two starts of a cell differ: in another run, the step of `{BASELINE}`, started {len(steps)} times alone on "
+        f"the idle machine (median {statistics.median(seconds):.4f} s), has a standard deviation of "
+        f"{100 * statistics.stdev(steps):.1f} %. The time in which two lasting processes multiply {PRODUCTS} matrices, "
+        f"before and after each start, has one of {100 * statistics.stdev(machine):.1f} %. Their correlation is "
+        f"{found.statistic:.2f} (p = {found.pvalue:.2g}): the machine's speed explains "
         f"{100 * found.statistic**2:.0f} % of the variance.",
         "",
     ]

@@ -100,16 +100,16 @@ RULES: tuple[Rule, ...] = (
         "mean of one run",
         1,
         one_mean,
-        "different if the means of one trial each are more than 2 % apart",
+        "means of one trial each more than 2 % apart",
     ),
     Rule(
         "asv",
         2,
         asv(1.1),
-        "U test with p < 0.002 on 2 processes, and medians more than 10 % apart (its default)",
+        "its default: U test with p < 0.002 on 2 processes, and medians over 10 % apart",
     ),
-    Rule("asv, factor 1.02", 2, asv(1.02), "the same, and medians more than 2 % apart"),
-    Rule("hyperfine", 10, hyperfine, "10 runs; 1 is not within the ratio plus or minus its sigma"),
+    Rule("asv, factor 1.02", 2, asv(1.02), "the same, and medians over 2 % apart"),
+    Rule("hyperfine", 10, hyperfine, "10 runs; 1 is not within the ratio +- its sigma"),
     Rule(
         "pyperf",
         20,
@@ -120,6 +120,6 @@ RULES: tuple[Rule, ...] = (
         "pyperf, 100 processes",
         100,
         pyperf(100),
-        "the same with 100 processes: more trials do not fix it, since values of a process are not independent",
+        "the same; more trials do not fix it, since values of a process are not independent",
     ),
 )

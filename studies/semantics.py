@@ -52,13 +52,13 @@ CONTROL = "divisible"
 """The scenario whose verdicts later lists do not repeat."""
 
 INTRODUCTION = """\
-Each backend trains a model with one weight per use of a sample, by SGD with learning rate 1, so that an update \
-changes each weight by the coefficient of that sample's gradient. The right update is that of all samples of the \
-window in one batch, whose coefficients sum to 1. [`audit`](audit.md) finds what a script of your own computes.
+Each backend trains a model with one weight per use of a sample, by SGD with learning rate 1, so an update changes \
+each weight by the coefficient of that sample's gradient. The right update is that of the window in one batch, whose \
+coefficients sum to 1. [`audit`](audit.md) finds what a script of your own computes.
 
 A verdict is wrong, and **bold**, if an update is not the full-batch gradient of any set of samples, or if samples, \
-steps or counters are not what they should be. With any other verdict each update is that of some samples, though \
-perhaps not of those that were meant. In `zero-grad` and `engine-n` the script itself makes a mistake.
+steps or counters are not what they should be. With any other verdict each update is that of some samples, perhaps \
+not of those meant. In `zero-grad` and `engine-n` the script itself makes a mistake.
 
 Numbers are an update's sum relative to the right one (*divided twice*, *under-weighted*, *over-weighted*, *cleared*, \
 *leaks*), samples that reach no update (*lost*, *left open*), updates that mix epochs (*carried over*), and the factor \
@@ -71,10 +71,10 @@ micro-batches of 2 on each rank."""
 NOTES = """\
 Where the first finding is *miscounted*, every update is right: a counter of the framework is wrong.
 
-After `zero_grad` in mid-window the window goes on. If the gradients are *kept*, its update has all of them with the \
-right sum, so this is a note. If the window is given up, as in `exception`, they *leak* into the next update, which \
-has 1.25 times the right sum. That is wrong and, of FSDP2, [known bad](known-bad.md#torch-fsdp2-zero-grad). Under \
-torchtitan and HF Trainer `zero_grad` could only be called between two windows.
+After `zero_grad` in mid-window the window goes on. Gradients that are *kept* are all in its update, with the right \
+sum: a note. If the window is given up, as in `exception`, they *leak* into the next update, with 1.25 times the right \
+sum: wrong and, of FSDP2, [known bad](known-bad.md#torch-fsdp2-zero-grad). Under torchtitan and HF Trainer `zero_grad` \
+could only be called between two windows.
 
 On a CPU, `deepspeed-zero3-deferred`, with offload or without, cannot continue after `zero_grad`, since DeepSpeed \
 marks the open gradients as used by a stream. On CUDA they are cleared ([GPUs](gpu.md#semantics))."""
@@ -159,7 +159,12 @@ def page(
 def heading(name: str, values: Mapping[str, Any]) -> str:
     """What a scenario asks, its name, and its setting where that is not the usual one."""
     parts = Scenario.from_dict(values).setting.split(", ")
-    setting = ", ".join(part for part in parts if part not in USUAL + IN_TITLES)
+    counted = f"{values['samples']} samples"
+    batches = values["samples"] / (values["batch_size"] * values["world_size"])
+    known: tuple[str, ...] = (*USUAL, *IN_TITLES)
+    if f"{batches:g} micro-batches of {values['batch_size']} per epoch" in parts:
+        known += (counted,)  # which is their product
+    setting = ", ".join(part for part in parts if part not in known)
     about = f"{_code(name)}: {escape(setting)}" if setting else _code(name)
     return f"**{escape(values['title'])}** ({about})"
 

@@ -64,7 +64,7 @@ def page(records: Iterable[TrialRecord]) -> str:
     lines = [
         "# Settings",
         "",
-        "Settings that differ from a framework's default, and what the default costs or changes; what is patched; and",
+        "Settings that differ from a framework's default, and what the default costs; what is patched; and",
         "what maintainers could object to. Written by `nox -s results -- settings` from what trials have recorded.",
         "",
         "ZeRO's sizes are like for like: stage 2 has DDP's bucket, and stage 3 gathers one block at a time, as FSDP2.",

@@ -60,7 +60,7 @@ def test_the_formula_of_samples_is_that_of_the_article(measured: Measured) -> No
         row for claims in CLAIMS.values() for row in claims if row["judge"] == "ceil_of_samples"
     ]
     verdict, text = answer(row, measured)
-    assert verdict == FALSE and "6 by this formula and 4 by the rule" in text
+    assert verdict == FALSE and "6 by it and 4 by every backend" in text
 
 
 def test_a_verdict_on_memory_asks_the_large_model_too(
