@@ -207,15 +207,13 @@ def _known(data: dict[str, Any]) -> list[str]:
     others = [case for case in CASES if case.verdict in (RIGHT, *OPEN)]
     accused = [case for case in others if verdicts[case.name] not in (RIGHT, *OPEN)]
     counts = Counter(verdicts[case.name] for case in others if case not in accused)
-    faults = dict.fromkeys(
-        verdict for verdict in verdicts.values() if verdict not in (RIGHT, *OPEN)
-    )
+    faults = {verdict for verdict in verdicts.values() if verdict not in (RIGHT, *OPEN)}
     return [
         "## Scripts with a known verdict",
         "",
         f"Of [{len(CASES)} scripts](../tests/audit_command/cases.py), {len(found)} of the {len(wrong)} with a fault "
-        f"that the audit should name are named: {_names(faults)}. {len(accused)} of the {len(others)} others are "
-        f"accused: {_told(counts)}. Of those judged in part, some may have a fault, such as a step at each "
+        f"that the audit should name are named, {len(faults)} kinds of them. {len(accused)} of the {len(others)} "
+        f"others are accused: {_told(counts)}. Of those judged in part, some may have a fault, such as a step at each "
         "micro-batch with the loss divided by 4, and one has: cached contrastive features with a wrongly divided loss.",
         "",
         HELD_OUT,
@@ -225,11 +223,6 @@ def _known(data: dict[str, Any]) -> list[str]:
 def _told(counts: Counter[str]) -> str:
     """Verdicts with their numbers."""
     return ", ".join(f"*{verdict}* {number}" for verdict, number in counts.items())
-
-
-def _names(verdicts: Iterable[str]) -> str:
-    """Verdicts alone."""
-    return ", ".join(f"*{verdict}*" for verdict in verdicts)
 
 
 def _costs(data: dict[str, Any]) -> list[str]:
@@ -358,7 +351,7 @@ PUBLIC = """\
 ## Training loops of other projects
 
 Run on the CPU with other sizes and data; reading the code bore out each answer, except where it says a miss
-([by hand](../studies/audited_by_hand.toml), for PyPI without a version unless one is given, and
+([by hand](../studies/audited_by_hand.toml), and
 [packages](../studies/packages/checked.toml), which `--packages` runs again).
 """
 

@@ -44,9 +44,8 @@ def page(m: Measured) -> str:
         "computes each verdict that has numbers beside it. *True only* and *true, except* are said where the other "
         "cases were measured, too. N is the number of micro-batches in a window, NB that of an epoch. Unless an entry "
         "says otherwise, N is 4; partial windows are those of two epochs of 10 micro-batches; memory and bytes are of "
-        "a model of 3.1 M parameters on CPUs and, by formula, of 8b on 8 ranks. Other versions may do otherwise: "
-        "measure yours, and a script of your own with [`audit`](audit.md). Each entry ends with "
-        "[what measured it](#measured-by).",
+        "a model of 3.1 M parameters on CPUs and, by formula, of 8b on 8 ranks. Other versions may do otherwise. "
+        "Each entry ends with [what measured it](#measured-by).",
     ]
     for topic, claims in CLAIMS.items():
         lines += ["", f"## {topic}", ""]

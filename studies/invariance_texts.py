@@ -101,7 +101,7 @@ PUBLIC_SCRIPTS: tuple[tuple[str, str, str, str], ...] = (
         "true: known bad; 0.19.8 is equal to rounding",
     ),
     (
-        "peft's LoRA in transformers' Trainer; the Trainer with Adafactor; torchao's `AdamW8bit` (failed before a fix)",
+        "peft's LoRA in transformers' Trainer; the Trainer with Adafactor; torchao's `AdamW8bit`",
         "0.21.2; 5.23.0; 0.18.0",
         "equal to rounding",
         "true",
@@ -128,12 +128,12 @@ PUBLIC_SCRIPTS: tuple[tuple[str, str, str, str], ...] = (
         "torchao's FP8 linear layers, emulated, in a plain loop",
         "0.18.0",
         "not judged: quantized tensors",
-        "true: scales are of the micro-batch; accused before a fix",
+        "true: scales are of the micro-batch",
     ),
     (
         "torchao's weights in 8 bits in a plain loop, 20 rows per epoch",
         "0.18.0",
         "updates 1 and 2 equal to rounding; then other inputs",
-        "true; accused before a fix",
+        "true",
     ),
 )

@@ -59,21 +59,6 @@ def _is_of_deepspeed(found: Mapping[str, bool]) -> bool:
     return all(value == ("deepspeed" in name) for name, value in found.items())
 
 
-def call_is_normal(m: Measured) -> Judged:
-    seen = m.seen["divisible", DIVIDED_TWICE]
-    sizes = {len(update["samples"]) for update in seen["updates"]}
-    counted = m.reported("divisible", DIVIDED_TWICE, GLOBAL_STEP)
-    whole = (
-        seen["scenario"]["batch_size"]
-        * seen["scenario"]["world_size"]
-        * seen["scenario"]["accumulate"][0]
-    )
-    return true(sizes == {whole} and counted == len(seen["updates"])), _calls(m) | {
-        "size": whole,
-        "counted": counted,
-    }
-
-
 def divided_twice(m: Measured) -> Judged:
     weight, fixed = (m.weights("divisible", name)[0] for name in (DIVIDED_TWICE, measured.FIXED))
     return true(weight != 1 == fixed), {"weight": weight, "fixed": fixed}

@@ -222,7 +222,7 @@ def _real(known: Sequence[Known], planted: Sequence[Known]) -> list[str]:
         "holds `ddp-deferred` on one rank three times (itself, its A/A twin, and a third that is compared) and once "
         f"more with a sleep of {100 * DELAY:g} % per step, until intervals were narrower than "
         f"{100 * budget.precision:g} % or, as in {late}, {budget.budget_s:g} s had passed. It is one rank, since two "
-        f"on two virtual cores have two modes, a factor of 1.5 apart, for as long as a process lives. {_found(known)}",
+        f"on two virtual cores have two modes, a factor of 1.5 apart. {_found(known)}",
         "",
         *_published(planted),
     ]

@@ -158,7 +158,6 @@ def section() -> list[str]:
     groups = [found["twins"][i : i + MIN_TRIALS] for i in range(0, len(found["twins"]), MIN_TRIALS)]
     twins = [interval(group) for group in groups if len(group) == MIN_TRIALS]
     hold = sum(each.low <= 1 <= each.high for each in twins if each.low and each.high)
-    width = statistics.median(each.width for each in twins)
     return [
         "## Cells in turn",
         "",
@@ -178,8 +177,7 @@ def section() -> list[str]:
         "timed apart, and no times from a busy machine are compared.",
         "",
         f"Idle, the step of `{BASELINE}` beside a cell that waits is {slowed.ratio:.3f} ({_ends(slowed)}) times that "
-        f"alone. In turn with itself, {hold} of {len(twins)} intervals of {MIN_TRIALS} trials contain 1 (median width "
-        f"{100 * width:.1f} %).",
+        f"alone. In turn with itself, {hold} of {len(twins)} intervals contain 1.",
         "",
         *_starts(**found["starts"]),
     ]

@@ -530,7 +530,9 @@ def elsewhere(run: Run) -> list[bool]:
     return found
 
 
-@rule(r"on an Intel Xeon, (?P<within>\d+) of (?P<of>\d+) ratios were where these runs expect the next")
+@rule(
+    r"on an Intel Xeon, (?P<within>\d+) of (?P<of>\d+) ratios were where these runs expect the next"
+)
 def on_another_processor(run: Run, where: str, m: Groups) -> bool:
     found = elsewhere(run)
     return (int(m["within"]), int(m["of"])) == (sum(found), len(found))

@@ -33,8 +33,7 @@ other weights are those of the first window, and those of the second where they 
 top of the project's environment (versions of transformers 4 with the Accelerate of their time, Lightning 2.1.4 with \
 DeepSpeed 0.15.4, which newer ones refuse); torch is {torch}, the only CPU build that could be had. `offload` is \
 `offload_optimizer` on the CPU. Lightning's strategy asks for CUDA, so a subclass replaces the three methods that do. \
-`nox -s versions -- --weights` measures them, and [version-weights.jsonl](version-weights.jsonl) has the records with \
-dates.
+`nox -s versions -- --weights` writes [version-weights.jsonl](version-weights.jsonl).
 """
 RAISES = "raises"
 

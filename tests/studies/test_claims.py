@@ -50,7 +50,6 @@ def test_a_verdict_follows_its_measurement(measured: Measured) -> None:
         assert judged[name] == (TRUE, FALSE), name
     assert judged["every_batch"] == (f"true only under DeepSpeed {MEASURED}", FALSE)
     assert judged["hook"] == (f"true only without DeepSpeed {MEASURED}", TRUE)
-    assert judged["call_is_normal"] == (TRUE, TRUE)
     assert judged["offload_drops"] == (f"true only {rows['offload_drops']['only']}", FALSE)
 
 
