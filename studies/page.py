@@ -12,7 +12,7 @@ import pandas as pd
 
 from bench.formatting import digits, plural
 from bench.judge.statistics import MIN_TRIALS
-from bench.judge.verdicts import Verdict
+from bench.judge.verdicts import DIFFERENT, Verdict
 from bench.plan.schedule import Ended
 from bench.report.ranking import interval_text
 from bench.tabular import markdown_table
@@ -137,7 +137,7 @@ def _of_machine(other: pools.Elsewhere) -> list[str]:
         expected += each.is_expected
         verdicts = {each.kept.verdict, each.there.verdict}
         same += len(verdicts) == 1
-        opposite += verdicts == pools.DIFFERENT
+        opposite += verdicts == DIFFERENT
         unsure += len(verdicts) > 1 and Verdict.AMBIGUOUS in verdicts
         is_shown = each in other.of_syncs or not each.is_expected
         if each.kept.b.accumulate == SHOWN_N and is_shown:

@@ -37,7 +37,7 @@ from bench.judge.loading import Run, load
 from bench.judge.pairs import ComparedPair
 from bench.judge.pool import CLASS, load_pool
 from bench.judge.statistics import MARGIN, MIN_RUNS, Array, Interval, LogMean, wider, within_runs
-from bench.judge.verdicts import ALPHA, Comparison, Verdict, judge_all
+from bench.judge.verdicts import ALPHA, DIFFERENT, Comparison, Verdict, judge_all
 from bench.plan.cell import Status
 from bench.report.descriptions import eager_and_deferred
 from bench.run.journal import JOURNAL, MANIFEST
@@ -71,7 +71,6 @@ TARGETS = tuple(
         ("next", "next runs within their interval"),
     )
 )
-DIFFERENT = {Verdict.FASTER, Verdict.SLOWER}
 POOLS = 10_000
 SEED = 5
 

@@ -275,7 +275,7 @@ class Analysis:
     @cached_property
     def findings(self) -> list[Finding]:
         """What limits the numbers of the run."""
-        return limits(self.pool, self.control, self.verdicts)
+        return limits(self.pool, self.control, self.verdicts, self._doubts)
 
     def caveats(self, *ids: str) -> list[str]:
         """The caveats of the numbers of one cell, or of one against another."""
@@ -295,10 +295,14 @@ class Analysis:
             return []
         return suspect(self.control.a, self.control.time)
 
-    @cached_property
+    @property
     def doubts(self) -> list[str]:
         """Verdicts that are other ones beside the copy of the A/A pair."""
-        return [found.text for found in against_the_copy(self.pool, self.control, self.verdicts)]
+        return [found.text for found in self._doubts]
+
+    @cached_property
+    def _doubts(self) -> list[Finding]:
+        return list(against_the_copy(self.pool, self.control, self.verdicts))
 
     @cached_property
     def remarks_on_cells(self) -> list[str]:

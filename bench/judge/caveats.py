@@ -27,7 +27,7 @@ from bench.judge.pairs import ComparedPair, Pair, judge_pairs
 from bench.judge.pool import Pool
 from bench.judge.run_spread import spread_of
 from bench.judge.statistics import MIN_TRIALS, Interval
-from bench.judge.verdicts import Verdict, is_off, num_judged, scope_words
+from bench.judge.verdicts import DIFFERENT, Verdict, is_off, num_judged, scope_words
 from bench.measure.host import IDLE_SHARE
 from bench.plan.categories import PEAK, UNTRACKED
 from bench.plan.cell import REFERENCE, Cell, Device, Precision, Status
@@ -53,7 +53,6 @@ GLOO_SCATTERS = (
     "so what deferring saves is partly gloo's own cost"
 )
 """What limits times of backends that reduce-scatter on CPUs; docs/settings.md says how much."""
-DIFFERENT = frozenset({Verdict.FASTER, Verdict.SLOWER})
 CONTROL, VERDICTS, OTHER_DAYS = "A/A pair", "verdicts", "other days"
 """Topics; the last is what another day may change."""
 UNTRACKED_BYTES, UNTRACKED_SHARE = 4 * 2**20, 0.25
@@ -79,8 +78,15 @@ def caveats(found: Sequence[Finding], *ids: str) -> list[str]:
     return list(texts)
 
 
-def limits(pool: Pool, control: ComparedPair | None, rows: Sequence[ComparedPair]) -> list[Finding]:
-    """The findings on the numbers of a run, those on single cells first; ``rows`` are its verdicts.
+def limits(
+    pool: Pool,
+    control: ComparedPair | None,
+    rows: Sequence[ComparedPair],
+    doubts: Sequence[Finding],
+) -> list[Finding]:
+    """The findings on the numbers of a run, those on single cells first.
+
+    ``rows`` are its verdicts, and ``doubts`` what ``against_the_copy`` finds of them.
 
     Of a pool they are on its first run, and on what all of them say.
     """
@@ -93,7 +99,7 @@ def limits(pool: Pool, control: ComparedPair | None, rows: Sequence[ComparedPair
         *_nodes(run),
         *_blocks(run, timed),
         *_control(control, timed),
-        *against_the_copy(pool, control, rows),
+        *doubts,
     ]
     if not timed:
         of_times = [replace(finding, brief="") for finding in of_times]

@@ -168,10 +168,11 @@ class Comparison:
     @property
     def may_differ(self) -> bool:
         """Whether another day may have another verdict: the next run's interval contains 1."""
-        is_apart = self.verdict in (Verdict.FASTER, Verdict.SLOWER)
+        is_apart = self.verdict in DIFFERENT
         return is_apart and self.time is not None and self.time.may_turn
 
 
+DIFFERENT = frozenset({Verdict.FASTER, Verdict.SLOWER})
 DECIDED = (Verdict.FASTER, Verdict.SLOWER, Verdict.SAME)
 MAY_DIFFER = ", may differ on another day"
 ACROSS_DAYS = ", allowing for what days differ by"

@@ -26,7 +26,7 @@ from bench.judge.loading import Run
 from bench.judge.samples import NAME
 from bench.judge.statistics import LEVEL, MARGIN, MIN_TRIALS
 from bench.judge.trial_columns import DASH
-from bench.judge.verdicts import DECIDED, NEXT, Reason, Verdict
+from bench.judge.verdicts import DECIDED, DIFFERENT, NEXT, Reason, Verdict
 from bench.plan.cell import Status
 from bench.report.answer import Answer
 from bench.report.citation import ESCAPES, Citation, cite, cite_plot
@@ -185,7 +185,7 @@ def _overview_row(group: Group, row: RankedRow, place: int) -> TableRow:
     if row.status != Status.OK:
         attributes["class"] = "wrong"
     styles = {}
-    if texts["verdict"] in (Verdict.FASTER, Verdict.SLOWER):
+    if texts["verdict"] in DIFFERENT:
         styles["verdict"] = texts["verdict"]
     return TableRow(texts=texts | html, styles=styles, values=texts | raw, attributes=attributes)
 

@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from bench.formatting import plural, size, some, unit_of
 from bench.judge.samples import block_effects
 from bench.judge.tables import number_in, rows_of
-from bench.judge.verdicts import Verdict, scope_words
+from bench.judge.verdicts import DIFFERENT, scope_words
 from bench.plan.cell import REFERENCES, Status, Sync
 from bench.report import style
 from bench.report.canvas import (
@@ -266,7 +266,7 @@ def _decided_sync_pairs(data: FigureData, cells: pd.DataFrame) -> Iterator[tuple
     for how in (Sync.DEFERRED, Sync.DEFERRED_ALL_REDUCE):
         for eager, deferred in sync_pairs(cells, how):
             pair = data.analysis.compared(deferred, eager)
-            if pair and pair.verdict in (Verdict.FASTER, Verdict.SLOWER):
+            if pair and pair.verdict in DIFFERENT:
                 yield eager, deferred
 
 
