@@ -134,7 +134,7 @@ timeout_s = 900
 
 [workload]
 model = "micro"
-sequence_length = 16
+sequence_length = {sequence_length}
 global_batch_size = 12
 
 [training]
@@ -237,12 +237,21 @@ def run_bench(
 
 
 def run_matrix(
-    folder: Path, *arguments: str, backend: Sequence[str], precision: str = "fp32", **how: Any
+    folder: Path,
+    *arguments: str,
+    backend: Sequence[str],
+    precision: str = "fp32",
+    sequence_length: int = 16,
+    **how: Any,
 ) -> Run:
     """Run backends at N = 3 on two ranks, as ``run_bench`` does."""
-    (folder / "matrix.toml").write_text(
-        MATRIX.format(backend=json.dumps(backend), precision=precision, repeats=1)
+    text = MATRIX.format(
+        backend=json.dumps(backend),
+        precision=precision,
+        repeats=1,
+        sequence_length=sequence_length,
     )
+    (folder / "matrix.toml").write_text(text)
     return run_bench(folder, "matrix.toml", *arguments, **how)
 
 

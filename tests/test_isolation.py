@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from bench.judge.analysis import Analysis
@@ -15,7 +17,6 @@ ACCUSED = (
     "Averaging",
     "SwapsJudge",
     "SlowsClock",
-    "Replays",
     "HoldsTensor",
     "HoldsArray",
     "HelperThread",
@@ -48,7 +49,6 @@ def test_sound_backends_beside_them_are_right(accused_run: Run, backend: str) ->
     [
         ("a-swaps-judge", "update", "0.970 times the right one"),
         ("a-changes-torch", "update", "too small"),
-        ("a-replays", "time", "is impossible: the model's FLOPs"),
         ("a-compressed", "update", "times the right one"),
         ("a-declares-too-little", "update", "limit 0.0001, as its backend declares"),
     ],
@@ -59,6 +59,16 @@ def test_a_wrong_one_is_found_by_name(
     trial = accused_run.trial(backend)
     assert trial["status"] == "invalid"
     assert gate in trial["failed_gates"].split(",") and words in trial["reason"], trial["reason"]
+
+
+def test_a_replay_is_faster_than_any_step_can_be(tmp_path: Path) -> None:
+    # Sequences so long that it is several times too fast on a busy machine, too.
+    options = ("--backend", "ddp-deferred,tests.accused:Replays")
+    run = run_matrix(tmp_path, *options, backend=["ddp-deferred"], sequence_length=256)
+    assert run.trial("ddp-deferred")["status"] == "ok"
+    replay = run.trial("a-replays")
+    assert "time" in replay["failed_gates"].split(",")
+    assert "is impossible: the model's FLOPs" in replay["reason"]
 
 
 def test_a_clock_that_a_backend_replaces_is_not_that_of_the_taps(accused_run: Run) -> None:
