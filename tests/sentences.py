@@ -502,7 +502,7 @@ def memory_of_two_ways(run: Run, where: str, m: Groups) -> bool:
 
 
 @rule(
-    r"<a:cell> is <verdict:word> than <b:cell>, and <other:word> beside its A/A copy: "
+    r"<a:cell> is <verdict:word> than <b:cell>(?: in this run| over \d+ runs), and <other:word> beside its A/A copy: "
     r"<x> \(<low> to <high>\)"
 )
 def beside_the_copy(run: Run, where: str, m: Groups) -> bool:

@@ -439,8 +439,8 @@ def against_the_copy(
         if row.verdict not in DIFFERENT or other.verdict is row.verdict or other.time is None:
             continue
         text = (
-            f"{row.b.label} is {row.verdict} than {row.a.backend}, and {other.verdict} "
-            f"beside its A/A copy: {other.time.words}"
+            f"{row.b.label} is {row.verdict} than {row.a.backend}{scope_words(len(pool.runs))}, "
+            f"and {other.verdict} beside its A/A copy: {other.time.words}"
         )
         yield warning(CONTROL, text, cells=(row.b.cell_id,), brief=text)
 

@@ -210,4 +210,5 @@ def test_a_verdict_that_is_another_one_beside_the_copy_is_doubted(tmp_path: Path
     }
     (doubt,) = data.doubts
     assert doubt.startswith("slow N=2 ") and Verdict.SAME in doubt and doubt in data.remarks
+    assert " slower than base in this run, " in doubt
     assert any(doubt in found.text and found.level == "warning" for found in data.findings)
