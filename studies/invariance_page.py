@@ -25,7 +25,7 @@ from tests.invariance.cost import COST, measure
 
 PAGE, DATA = ROOT / "docs/invariance.md", ROOT / "docs/invariance.json"
 COMMAND = "python -m studies.invariance_page"
-SCREENS = ("ddp underweight on 2",)
+SCREENS = ("ddp underweight on 2", "state moe-each")
 LEFT_OUT = "ranks"
 """The first line of a screen that the page leaves out, with all that follow."""
 MOST_SHOWN = 2
@@ -173,7 +173,9 @@ def _known_verdicts(cases: Sequence[SplitCase], data: Results) -> Iterator[str]:
         "may depend on N or are not seeded, and the answer says so."
     )
     yield ""
-    yield f"Wrong and right ones, by what trains them: {'; '.join(_by_framework(cases, found, accused))}."
+    yield "| trained by | wrong | found | right | accused |"
+    yield "| --- | ---: | ---: | ---: | ---: |"
+    yield from _by_framework(cases, found, accused)
     yield ""
     yield from (f"- *{topic}*: {faults}" for topic, faults in _by_finding(found))
     yield ""
@@ -187,19 +189,15 @@ def _screens(data: Results) -> Iterator[str]:
 
 def _by_framework(
     cases: Sequence[SplitCase], found: Sequence[SplitCase], accused: Sequence[SplitCase]
-) -> list[str]:
-    """How many scripts are wrong and right, by what trains them, with those that are missed or accused."""
-    told = []
+) -> Iterator[str]:
+    """Rows of a table: how many scripts are wrong, found, right and accused, by what trains them."""
     for framework in dict.fromkeys(TRAINED_BY.values()):
         own = [case for case in cases if _trained_by(case) == framework]
         wrong = [case for case in own if case.verdict == DIFFERENT]
-        text = f"{framework} {len(wrong)} and {len(own) - len(wrong)}"
-        if missed := [case for case in wrong if case not in found]:
-            text += f", {len(missed)} missed"
-        if named := [case for case in own if case in accused]:
-            text += f", {len(named)} accused"
-        told.append(text)
-    return told
+        told = [case for case in wrong if case in found]
+        named = [case for case in own if case in accused]
+        numbers = (len(wrong), len(told), len(own) - len(wrong), len(named))
+        yield f"| {framework} | {' | '.join(map(str, numbers))} |"
 
 
 def _trained_by(case: SplitCase) -> str:
