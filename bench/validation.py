@@ -117,7 +117,9 @@ def _known_instead(key: str, known: Sequence[str]) -> str:
     if difflib.get_close_matches(key, [*known, *tables], n=1):
         return suggest(key, [*known, *tables])
     table = key.rpartition(".")[0]
-    beside = [name for name in known if name.rpartition(".")[0] == table and table]
+    if not table:
+        return suggest(key, tables)
+    beside = [name for name in known if name.rpartition(".")[0] == table]
     return suggest(key, beside or tables)
 
 

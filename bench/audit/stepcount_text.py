@@ -73,9 +73,11 @@ def document(training: TrainingPlan, rules: Rules) -> dict[str, Any]:
             "name": rule_name(rule),
             **dataclasses.asdict(rule),
             "backends": backends,
-            "steps": steps and steps.to_dict(),
+            "steps": None,
             "differences": _differences(training, rule, steps),
         }
+        if steps is not None:
+            row["steps"] = steps.to_dict()
         rows.append(row)
     wrong = _why_naive_is_wrong(training, steps_of)
     return {

@@ -314,7 +314,10 @@ def _two_runs(arguments: argparse.Namespace) -> ChosenPairs:
 
     first, second = arguments.runs
     a, b = load_pool([first]), load_pool([second])
-    pairs = [pair for pair in pairs_of_runs(a.first, b.first) if a.has(pair.a) and b.has(pair.b)]
+    pairs = []
+    for pair in pairs_of_runs(a.first, b.first):
+        if a.has(pair.a) and b.has(pair.b):
+            pairs.append(pair)
     if not pairs:
         raise InputError(
             f"{first} and {second}: have no common cell; run the same matrix on both sides"

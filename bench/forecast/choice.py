@@ -134,7 +134,10 @@ class Question:
 
     def choose(self, predictions: Sequence[Prediction]) -> Choice:
         """The best backend; see the docstring of the module."""
-        sound = [p for p in predictions if not p.is_missing and not p.defect and not p.offloads]
+        sound = []
+        for prediction in predictions:
+            if not (prediction.is_missing or prediction.defect or prediction.offloads):
+                sound.append(prediction)
         fitting = [p for p in sound if self.fits(p)]
         is_tight = not fitting
         if is_tight:

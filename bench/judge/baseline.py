@@ -77,7 +77,10 @@ def pairs_with_baseline(pool: Pool, baseline: str = "") -> list[Pair]:
 
 def widest(rows: Sequence[ComparedPair]) -> float | None:
     """The width of the widest interval of these ratios, high / low - 1; None if there is none."""
-    widths = [row.time.width for row in rows if row.time is not None and row.has_interval]
+    widths = []
+    for row in rows:
+        if row.time is not None and row.has_interval:
+            widths.append(row.time.width)
     return max(widths, default=None)
 
 

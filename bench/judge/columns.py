@@ -42,11 +42,7 @@ _time = partial(number, "s", form=".4g", section=SPEED)
 _CELLS: dict[str, Column] = {
     "cell_id": TRIAL_COLUMNS["cell_id"],
     "label": text("a short readable name", title="cell"),
-    **{
-        name: about
-        for name, about in TRIAL_COLUMNS.items()
-        if about.aggregation and not about.section
-    },
+    **{name: about for name, about in TRIAL_COLUMNS.items() if about.is_of_each_cell},
     "status": text("invalid if a trial is; else of the first trial that is not ok; ok if all are"),
     "reason": text("why the status is not ok"),
     "outcome": text(

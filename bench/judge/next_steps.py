@@ -41,7 +41,8 @@ def times_unavailable(run: Run, rows: Sequence[ComparedPair], folder: Path) -> F
         if all(world.has_all_ranks for world in worlds):
             return note("No times", SHARED)
         return note("No times", VIRTUAL)
-    timed = [row for row in rows if not row.b.twin and row.b.world.times_communication]
+    compared = [row for row in rows if not row.b.twin]
+    timed = [row for row in compared if row.b.world.times_communication]
     if not timed:
         return _nothing_to_compare(run)
     for row in timed:
@@ -107,7 +108,7 @@ def next_command(run: Run, reasons: Collection[Reason], folder: Path, num_runs: 
     asked = set(reasons)
     if asked <= FAILED:
         return on_each_node(run, f"{shlex.join(BENCH)} run --resume {place} --retry-failed")
-    lacks_runs = num_runs > 1 and asked & {*MORE_HELPS, Reason.FEW_RUNS}
+    lacks_runs = num_runs > 1 and not asked.isdisjoint({*MORE_HELPS, Reason.FEW_RUNS})
     if lacks_runs or asked == {Reason.CONTROL_OFF}:
         return _another_run(run, reasons)
     if asked == {Reason.WIDE}:

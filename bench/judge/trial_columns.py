@@ -77,6 +77,11 @@ class Column:
             return Over.FIRST
         return self.over
 
+    @property
+    def is_of_each_cell(self) -> bool:
+        """Whether cells have it, outside the sections of a table."""
+        return self.aggregation is not None and not self.section
+
     def shown(self, value: object) -> str:
         """A value as a table shows it; None is unknown."""
         if value is None:

@@ -287,9 +287,9 @@ def name_points(axes: Axes, names: Sequence[PointName], towards: Sequence[str]) 
         missing = [name for name, text in zip(order, written, strict=True) if text is None]
         if not missing or is_last:
             return missing
-        artists: list[Any] = [*written, *leaders]
-        for artist in filter(None, artists):
-            artist.remove()
+        for artist in (*written, *leaders):
+            if isinstance(artist, Artist):
+                artist.remove()
         order.sort(key=lambda name: name not in missing)
 
 

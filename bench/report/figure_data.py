@@ -255,8 +255,8 @@ class FigureData:
 
     def splitting(self, by: list[str]) -> list[str]:
         """Those of these columns that split cells: one that follows from another does not."""
-        varying = self.varying(by)
-        return [name for name in by if name not in FOLLOWS or name in varying]
+        following = FOLLOWS.keys() - set(self.varying(by))
+        return [name for name in by if name not in following]
 
     def setting_of(self, cell: pd.Series) -> str:
         """The setting of a cell's panel in a title: ``At N = 4 with W = 2``."""

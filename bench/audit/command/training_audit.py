@@ -167,7 +167,8 @@ class TrainingAudit:
             if found.get(number):
                 updates[rank] = found[number]
         mine = self._updates[next(iter(updates))]
-        others = {other: found for other, found in mine.items() if other != number and found}
+        others = {other: found for other, found in mine.items() if found}
+        others.pop(number, None)
         is_idle = bool(self._idle(updates.keys()))
         return OptimizerAudit(number, self.ranks, updates, others, self.expect, is_idle)
 

@@ -289,7 +289,8 @@ def _of_unclear(comparison: SplitComparison) -> str:
 
 def _others_are_equal(kind: str, comparison: SplitComparison, update: int) -> bool:
     """Whether tensors of all other kinds, of which there are some, are known to be equal."""
-    others = [pair for pair in comparison.pairs if pair.update == update and pair.kind != kind]
+    of_update = [pair for pair in comparison.pairs if pair.update == update]
+    others = [pair for pair in of_update if pair.kind != kind]
     return bool(others) and all(pair.is_judged for pair in others)
 
 

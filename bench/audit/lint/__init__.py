@@ -129,9 +129,8 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
 def _files_of(folder: Path) -> Iterator[Path]:
     number = 0
     for place, below, names in os.walk(folder):  # does not follow links to folders
-        below[:] = sorted(
-            name for name in below if not name.startswith(".") and name not in SKIPPED
-        )
+        shown = [name for name in below if not name.startswith(".")]
+        below[:] = sorted(set(shown) - SKIPPED)
         for name in names:
             path = Path(place, name)
             if path.suffix[1:].lower() in CONFIGS | SCRIPTS and path.is_file():

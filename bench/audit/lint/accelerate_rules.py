@@ -6,7 +6,7 @@ Measured with accelerate 1.15.0.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,7 +126,7 @@ def subjects(
     n = engine.accumulate
     if trainer is not None:
         same = list(_same_values(TrainerArguments(trainer, options), engine))
-        n = next((int(each.value) for each in same if each.name == N and each.value), n)
+        n = _said_twice(same) or n
         yield from same
     place = precision = root.at("mixed_precision")
     if not precision.given:
@@ -153,6 +153,14 @@ def _same_values(arguments: TrainerArguments, engine: DeepSpeedConfig) -> Iterat
     has_clip = is_config or arguments.part.at("max_grad_norm").given
     if engine.clip and has_clip:  # accelerate drops a threshold of 0
         yield SameValue(engine.part.at("gradient_clipping"), arguments.clip, "max_grad_norm")
+
+
+def _said_twice(same: Iterable[SameValue]) -> int | None:
+    """N as TrainingArguments has it; None where it is not said twice."""
+    for each in same:
+        if each.name == N and each.value:
+            return int(each.value)
+    return None
 
 
 def _engine(inner: ConfigPart) -> DeepSpeedConfig:

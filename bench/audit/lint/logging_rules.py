@@ -114,9 +114,12 @@ class Rates:
     def right(self, window: int, most: float) -> list[int]:
         """The nearest values of ``window_size`` up to ``most`` that are exact."""
         k = (window - 1) // self.period
-        return [
-            size * self.period + 1 for size in (k, k + 1) if size and size * self.period + 1 <= most
-        ]
+        found = []
+        for periods in (k, k + 1):
+            size = periods * self.period + 1
+            if periods and size <= most:
+                found.append(size)
+        return found
 
     def shortened(self, window: int) -> Rates:
         """A shorter training that logs every step, and is wrong with the same ``window_size``."""

@@ -114,8 +114,7 @@ class LeafProbe:
     def parameter(self) -> Tensor | None:
         """The values of the parameter, or None where they are not all here."""
         local = plain(self.leaf)
-        is_whole = tuple(local.shape) == self.shape and local.untyped_storage().size()
-        if not is_whole:
+        if tuple(local.shape) != self.shape or not local.untyped_storage().size():
             return None
         return local.detach().take(self._flat)
 
