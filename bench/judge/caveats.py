@@ -432,7 +432,8 @@ def against_the_copy(
     """
     if control is None or control.time is None or is_off(control.time):
         return
-    tried = [row for row in rows if row.a == control.a and row.is_judged]
+    judged = [row for row in rows if row.is_judged]
+    tried = [row for row in judged if row.a == control.a]
     pairs = [Pair(a=control.b, b=row.b, name=row.name) for row in tried]
     again = judge_pairs(pool, pool, pairs, control=control.time)
     for row, other in zip(tried, again, strict=True):
