@@ -20,13 +20,12 @@ from bench.commands.options import (
     share,
 )
 from bench.errors import GOOD, InputError, suggest
-from bench.forecast.link_presets import NCCL_LATENCY_S, PRESETS
 from bench.forecast.lora import DEFAULT_TARGETS, MATRICES, LoRA
 from bench.plan.cell import Cell, Device, Precision
+from bench.plan.gpus import GPUS, LINKED, NCCL_LATENCY_S, peak_flops
 from bench.plan.matrix import OPTIMIZERS
 from bench.plan.models import HUGGING_FACE, SHAPES, SIZES, shape_of
 from bench.run.journal import MANIFEST, read_manifest
-from bench.run.machine import BF16_PEAK_FLOPS, peak_flops
 
 if TYPE_CHECKING:
     from bench.forecast.choice import Question
@@ -141,7 +140,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     words += "of memory that the allocator reserves beyond the peak)"
     option("--reserve", type=_amount(BYTES, "4GiB", zero=True), metavar="SIZE", help=words)
     links = parser.add_mutually_exclusive_group()
-    words = f"rates of a kind of machine by its datasheets ({', '.join(PRESETS)}), or the rate "
+    words = f"rates of a kind of machine by its datasheets ({', '.join(LINKED)}), or the rate "
     words += (
         "at which a rank can send, such as 50GB/s or 400Gbit/s (400Gbps); with --node-size one "
     )
@@ -169,7 +168,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     compute = parser.add_mutually_exclusive_group()
     words = "compute time of one optimizer step, recomputation included, such as 1.9s"
     compute.add_argument("--compute-time", type=_amount(TIMES, "1.9s"), metavar="TIME", help=words)
-    words = f"instead of --compute-time: {', '.join(BF16_PEAK_FLOPS)}, or such as 989TFLOP/s"
+    words = f"instead of --compute-time: {', '.join(GPUS)}, or such as 989TFLOP/s"
     compute.add_argument("--peak", metavar="GPU|RATE", help=words)
     words = "share of the peak that is reached (default: 35%%)"
     option("--mfu", type=share, metavar="P", help=words)
@@ -213,15 +212,15 @@ class GivenLink:
 
 def _rates(text: str) -> GivenLink:
     """The rate to other nodes and, of a link of two levels, that within a node."""
-    if text in PRESETS:
-        preset = PRESETS[text]
+    if text in LINKED:
+        preset = LINKED[text]
         return GivenLink(
             inter=preset.inter_bytes_per_s,
             intra=preset.intra_bytes_per_s,
             node_size=preset.node_size,
             source=preset.source,
         )
-    example = f"50GB/s, or two of them: {TWO_LEVELS}, or one of {', '.join(PRESETS)}"
+    example = f"50GB/s, or two of them: {TWO_LEVELS}, or one of {', '.join(LINKED)}"
     if "=" not in text:
         return GivenLink(inter=_amount(RATES, example)(text))
     rates = {}
@@ -512,8 +511,8 @@ def _compute_time(arguments: argparse.Namespace, cell: Cell, lora: LoRA | None) 
             peak: float | None = _amount(FLOPS, "989TFLOP/s")(name)
         except argparse.ArgumentTypeError as error:
             raise InputError(f"--peak: {error}") from error
-    elif name not in BF16_PEAK_FLOPS:
-        remedy = suggest(name, [*BF16_PEAK_FLOPS, "a rate: 989TFLOP/s"])
+    elif name not in GPUS:
+        remedy = suggest(name, [*GPUS, "a rate: 989TFLOP/s"])
         raise InputError(f"--peak: '{name}' is unknown; {remedy}")
     else:
         peak = peak_flops(name, cell.precision)
