@@ -20,7 +20,7 @@ from bench.commands.options import (
     share,
 )
 from bench.errors import GOOD, InputError, suggest
-from bench.forecast.lora import DEFAULT_TARGETS, MATRICES, LoRA
+from bench.forecast.lora import DEFAULT_TARGETS, HEAD, MATRICES, LoRA
 from bench.plan.cell import Cell, Device, Precision
 from bench.plan.gpus import GPUS, LINKED, NCCL_LATENCY_S, peak_flops
 from bench.plan.matrix import OPTIMIZERS
@@ -55,6 +55,8 @@ NEEDS = {
     "mfu": "peak",
     "plot": "batch",
     "lora_targets": "lora_rank",
+    "lora_dropout": "lora_rank",
+    "lora_parameters": "lora_rank",
 }
 """Options that say more about another one."""
 SEARCHED = (
@@ -115,6 +117,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     option("--lora-rank", type=INTEGER, metavar="R", help=words)
     words = f"matrices that have LoRA's beside them (default: {','.join(DEFAULT_TARGETS)})"
     option("--lora-targets", metavar="NAMES", help=words)
+    words = "share of what they read that is dropped; the memory is the same for each above 0"
+    option("--lora-dropout", type=share, metavar="P", help=words)
+    words = (
+        "dtype of LoRA's weights, gradients and moments (default: as --parameters; peft's default: "
+        "fp32)"
+    )
+    option("--lora-parameters", choices=["fp32", "bf16"], help=words)
     words = "(default: adamw-foreach)"
     option("--optimizer", choices=OPTIMIZERS, default="adamw-foreach", help=words)
     add_device(parser, Device.CUDA)
@@ -273,7 +282,8 @@ def _question(arguments: argparse.Namespace) -> Question:
     if link is not None:
         node_size = link.node_size
     cell = _cell_of_options(arguments, node_size)
-    lora = _lora(arguments)
+    shape = shape_of(cell.model)
+    lora = _lora(arguments, tied=shape is not None and shape.tied)
     compute = _compute_time(arguments, cell, lora)
     return Question(
         cell=cell,
@@ -288,9 +298,13 @@ def _question(arguments: argparse.Namespace) -> Question:
     )
 
 
-def _lora(arguments: argparse.Namespace) -> LoRA | None:
-    """What is trained beside frozen weights. Raises InputError for targets that are unknown."""
-    rank, targets = arguments.lora_rank, DEFAULT_TARGETS
+def _lora(arguments: argparse.Namespace, *, tied: bool) -> LoRA | None:
+    """What is trained beside frozen weights. Raises InputError for targets that are unknown.
+
+    ``tied``: whether the head is the embedding.
+    """
+    rank = arguments.lora_rank
+    targets: tuple[str, ...] = DEFAULT_TARGETS
     if rank is None:
         return None
     if arguments.lora_targets is not None:
@@ -298,7 +312,17 @@ def _lora(arguments: argparse.Namespace) -> LoRA | None:
     for name in targets:
         if name not in MATRICES:
             raise InputError(f"--lora-targets: '{name}' is unknown; {suggest(name, MATRICES)}")
-    return LoRA(rank, targets)
+    if HEAD in targets and tied:
+        raise InputError(f"--lora-targets: {HEAD} of this model is its embedding; leave it out")
+    if targets == (HEAD,):
+        raise InputError(f"--lora-targets: name a matrix of the blocks beside {HEAD}")
+    if (arguments.lora_dropout or 0) >= 1:
+        raise InputError("--lora-dropout: drops everything; give less than 100 %")
+    dtype = arguments.lora_parameters or arguments.parameters
+    if dtype == "bf16" != arguments.parameters:
+        raise InputError("--lora-parameters: bf16 needs --parameters bf16")
+    fp32 = dtype != arguments.parameters
+    return LoRA(rank, targets, dropout=bool(arguments.lora_dropout), fp32=fp32)
 
 
 def _add_exact_peak(
