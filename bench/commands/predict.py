@@ -22,7 +22,7 @@ from bench.commands.options import (
 from bench.errors import GOOD, InputError, suggest
 from bench.forecast.lora import DEFAULT_TARGETS, HEAD, MATRICES, LoRA
 from bench.plan.cell import Cell, Device, Precision
-from bench.plan.gpus import GPUS, LINKED, NCCL_LATENCY_S, peak_flops
+from bench.plan.gpu_kinds import GPUS, LINKED, NCCL_LATENCY_S, peak_flops
 from bench.plan.matrix import OPTIMIZERS
 from bench.plan.models import HUGGING_FACE, SHAPES, SIZES, shape_of
 from bench.run.journal import MANIFEST, read_manifest

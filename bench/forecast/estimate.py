@@ -23,7 +23,7 @@ from bench.forecast.prediction import (
 )
 from bench.judge.formulas import BUILT_IN, layout_of
 from bench.plan.cell import REFERENCE, Cell, Device, Precision, Sharding
-from bench.plan.gpus import peak_flops
+from bench.plan.gpu_kinds import peak_flops
 from bench.plan.models import SIZES
 from bench.plan.schedule import Cost
 from bench.plan.task import CPU_WINDOWS, SETTLED_WINDOWS

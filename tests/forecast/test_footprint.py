@@ -120,7 +120,7 @@ LORA = {
     "LoraDropout": ("fsdp2-eager", 2, 8, 256, False),
     "LoraDropoutDDP": ("ddp-eager", 1, 2, 64, False),
     "LoraFp32DDP": ("ddp-eager", 1, 2, 64, False),
-    "LoraHead": ("fsdp2-eager", 2, 8, 128, False),
+    "LoraHead": ("fsdp2-eager", 2, 8, 1024, False),
 }
 """By class of tests.forecast.lora_backends: backend, N, W, tokens per sample, whether checkpointed.
 

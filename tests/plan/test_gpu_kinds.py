@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from bench.plan import gpus
+from bench.plan import gpu_kinds
 
 PEAKS = {
     "NVIDIA A100-SXM4-80GB": 312,
@@ -29,20 +29,24 @@ UNKNOWN = ["", "cpu", "NVIDIA GeForce RTX 4090", "NVIDIA H20", "NVIDIA A10G", "N
 @pytest.mark.parametrize("name", [*PEAKS, *UNKNOWN])
 def test_peaks_are_nvidias_dense_numbers_and_none_that_would_be_a_guess(name: str) -> None:
     expected = PEAKS.get(name)
-    found = gpus.peak_flops(name, "bf16")
+    found = gpu_kinds.peak_flops(name, "bf16")
     assert found == (expected and pytest.approx(1e12 * expected))
-    assert gpus.peak_flops(name, "fp32") is None is gpus.peak_flops(f"{name} MIG 1g.10gb", "bf16")
+    assert (
+        gpu_kinds.peak_flops(name, "fp32")
+        is None
+        is gpu_kinds.peak_flops(f"{name} MIG 1g.10gb", "bf16")
+    )
 
 
 SPARSE = re.compile(r"([\d.,]+)(?: ([TP])FLOP/s)?(?: of (\d+|a) GPUs?)? with sparsity")
 
 
-@pytest.mark.parametrize("name", gpus.GPUS)
+@pytest.mark.parametrize("name", gpu_kinds.GPUS)
 def test_peaks_are_half_of_what_the_datasheet_has_with_sparsity(name: str) -> None:
-    sparse = SPARSE.search(gpus.GPUS[name].source)
+    sparse = SPARSE.search(gpu_kinds.GPUS[name].source)
     assert sparse is not None
     number, unit, among = sparse.groups()
     flops = float(number.replace(",", "")) * {"P": 1e15}.get(unit, 1e12)
     if among not in (None, "a"):
         flops /= int(among)
-    assert gpus.GPUS[name].bf16_flops == pytest.approx(flops / 2, rel=0.013)
+    assert gpu_kinds.GPUS[name].bf16_flops == pytest.approx(flops / 2, rel=0.013)

@@ -21,7 +21,7 @@ class GpuLinks:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gpu:
+class GpuKind:
     """A kind of GPU."""
 
     bf16_flops: float
@@ -32,10 +32,10 @@ class Gpu:
 
 
 GPUS = {
-    "A10": Gpu(bf16_flops=125e12, source="A10: 125 TFLOP/s, 250 with sparsity"),
-    "A30": Gpu(bf16_flops=165e12, source="A30: 165 TFLOP/s, 330 with sparsity"),
-    "A40": Gpu(bf16_flops=149.7e12, source="A40: 149.7 TFLOP/s, 299.4 with sparsity"),
-    "A100": Gpu(
+    "A10": GpuKind(bf16_flops=125e12, source="A10: 125 TFLOP/s, 250 with sparsity"),
+    "A30": GpuKind(bf16_flops=165e12, source="A30: 165 TFLOP/s, 330 with sparsity"),
+    "A40": GpuKind(bf16_flops=149.7e12, source="A40: 149.7 TFLOP/s, 299.4 with sparsity"),
+    "A100": GpuKind(
         bf16_flops=312e12,
         source="A100: 312 TFLOP/s, 624 with sparsity",
         links=GpuLinks(
@@ -48,12 +48,12 @@ GPUS = {
             ),
         ),
     ),
-    "L4": Gpu(bf16_flops=121e12, source="L4: 242 TFLOP/s with sparsity"),
-    "L40": Gpu(bf16_flops=181.05e12, source="L40: 181.05 TFLOP/s, 362.1 with sparsity"),
-    "L40S": Gpu(bf16_flops=362.05e12, source="L40S: 362.05 TFLOP/s, 733 with sparsity"),
-    "H100 NVL": Gpu(bf16_flops=835e12, source="H100 NVL: 1,671 TFLOP/s with sparsity"),
-    "H100 PCIe": Gpu(bf16_flops=756e12, source="H100 PCIe: 1,513 TFLOP/s with sparsity"),
-    "H100": Gpu(
+    "L4": GpuKind(bf16_flops=121e12, source="L4: 242 TFLOP/s with sparsity"),
+    "L40": GpuKind(bf16_flops=181.05e12, source="L40: 181.05 TFLOP/s, 362.1 with sparsity"),
+    "L40S": GpuKind(bf16_flops=362.05e12, source="L40S: 362.05 TFLOP/s, 733 with sparsity"),
+    "H100 NVL": GpuKind(bf16_flops=835e12, source="H100 NVL: 1,671 TFLOP/s with sparsity"),
+    "H100 PCIe": GpuKind(bf16_flops=756e12, source="H100 PCIe: 1,513 TFLOP/s with sparsity"),
+    "H100": GpuKind(
         bf16_flops=989e12,
         source="H100 SXM: 1,979 TFLOP/s with sparsity",
         links=GpuLinks(
@@ -66,9 +66,9 @@ GPUS = {
             ),
         ),
     ),
-    "GH200": Gpu(bf16_flops=990e12, source="GH200: 990 TFLOP/s, 1,979 with sparsity"),
-    "H200 NVL": Gpu(bf16_flops=835e12, source="H200 NVL: 1,671 TFLOP/s with sparsity"),
-    "H200": Gpu(
+    "GH200": GpuKind(bf16_flops=990e12, source="GH200: 990 TFLOP/s, 1,979 with sparsity"),
+    "H200 NVL": GpuKind(bf16_flops=835e12, source="H200 NVL: 1,671 TFLOP/s with sparsity"),
+    "H200": GpuKind(
         bf16_flops=989e12,
         source="H200 SXM: 1,979 TFLOP/s with sparsity",
         links=GpuLinks(
@@ -81,7 +81,7 @@ GPUS = {
             ),
         ),
     ),
-    "B200": Gpu(
+    "B200": GpuKind(
         bf16_flops=2250e12,
         source="HGX B200: 4.5 PFLOP/s of a GPU with sparsity",
         links=GpuLinks(
@@ -94,9 +94,11 @@ GPUS = {
             ),
         ),
     ),
-    "GB200": Gpu(bf16_flops=2500e12, source="GB200 NVL72: 5 PFLOP/s of a GPU with sparsity"),
-    "B300": Gpu(bf16_flops=2250e12, source="HGX B300: 36 PFLOP/s of 8 GPUs with sparsity"),
-    "GB300": Gpu(bf16_flops=2500e12, source="GB300 NVL72: 360 PFLOP/s of 72 GPUs with sparsity"),
+    "GB200": GpuKind(bf16_flops=2500e12, source="GB200 NVL72: 5 PFLOP/s of a GPU with sparsity"),
+    "B300": GpuKind(bf16_flops=2250e12, source="HGX B300: 36 PFLOP/s of 8 GPUs with sparsity"),
+    "GB300": GpuKind(
+        bf16_flops=2500e12, source="GB300 NVL72: 360 PFLOP/s of 72 GPUs with sparsity"
+    ),
 }
 """By words of the name that NVML and CUDA give it; with sparsity it is twice as much."""
 LINKED = {name: gpu.links for name, gpu in GPUS.items() if gpu.links is not None}
