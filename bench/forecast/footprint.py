@@ -5,6 +5,7 @@ Parameters, gradients, optimizer state and buffers that are held have exact form
 lives only for that moment is added. The largest sum is the peak. Nothing is fitted. The moments
 are:
 
+- ``gather``: FSDP2's forward gathers the first block, before the root's buffer is freed;
 - ``forward``: its end, with the logits and the log-softmax;
 - ``loss``: all activations, and three fp32 tensors of tokens x vocabulary (the log-softmax and two
   gradients);
@@ -601,6 +602,9 @@ def _fsdp2(
     late = before
     if sizes.zeroes_late:
         late = held["gradients"]
+    if units.ranks > 1 and not units.splits_root:
+        # What is gathered is in a buffer, from which it is copied.
+        yield Moment("gather", late, 0, 2 * units.element * (units.root + units.block))
     yield Moment("forward", late, sizes.saved, sizes.log_softmax + units.gathered)
     yield Moment("loss", before, sizes.saved, sizes.loss + units.gathered)
     yield Moment("head", before, sizes.saved, sizes.head + units.gathered + units.ahead)

@@ -126,3 +126,7 @@ class LoraFp32DDP(LoraBf16DDP):
 class LoraHead(LoraEager):
     name = "lora-head-fsdp2-eager"
     targets = (*TARGETS, "lm_head")
+
+
+class LoraGather(LoraEager):
+    name = "lora-gather-fsdp2-eager"

@@ -121,6 +121,7 @@ LORA = {
     "LoraDropoutDDP": ("ddp-eager", 1, 2, 64, False),
     "LoraFp32DDP": ("ddp-eager", 1, 2, 64, False),
     "LoraHead": ("fsdp2-eager", 2, 8, 1024, False),
+    "LoraGather": ("fsdp2-eager", 2, 8, 128, False),
 }
 """By class of tests.forecast.lora_backends: backend, N, W, tokens per sample, whether checkpointed.
 
@@ -134,8 +135,8 @@ def test_lora_s_exact_peak_is_the_predicted_one(name: str, monkeypatch: pytest.M
     """Frozen weights have no gradients, moments or reductions, by a training of our own on fake tensors."""
     cls = getattr(lora_backends, name)
     model = "135m"
-    if "lm_head" in cls.targets:
-        model = "8b"  # not tied
+    if name in ("LoraHead", "LoraGather"):
+        model = "8b"  # not tied, and with large blocks
     backend, accumulate, ranks, tokens, is_checkpointed = LORA[name]
     monkeypatch.setenv(EXTRA_BACKENDS, f"tests.forecast.lora_backends:{name}")
     cell = make_cell(
