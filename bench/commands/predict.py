@@ -20,13 +20,12 @@ from bench.commands.options import (
     share,
 )
 from bench.errors import GOOD, InputError, suggest
-from bench.forecast.link_presets import NCCL_LATENCY_S, PRESETS
-from bench.forecast.lora import DEFAULT_TARGETS, MATRICES, LoRA
+from bench.forecast.lora import DEFAULT_TARGETS, HEAD, MATRICES, LoRA
 from bench.plan.cell import Cell, Device, Precision
+from bench.plan.gpu_kinds import GPUS, LINKED, NCCL_LATENCY_S, peak_flops
 from bench.plan.matrix import OPTIMIZERS
 from bench.plan.models import HUGGING_FACE, SHAPES, SIZES, shape_of
 from bench.run.journal import MANIFEST, read_manifest
-from bench.run.machine import BF16_PEAK_FLOPS, peak_flops
 
 if TYPE_CHECKING:
     from bench.forecast.choice import Question
@@ -56,6 +55,8 @@ NEEDS = {
     "mfu": "peak",
     "plot": "batch",
     "lora_targets": "lora_rank",
+    "lora_dropout": "lora_rank",
+    "lora_parameters": "lora_rank",
 }
 """Options that say more about another one."""
 SEARCHED = (
@@ -116,6 +117,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     option("--lora-rank", type=INTEGER, metavar="R", help=words)
     words = f"matrices that have LoRA's beside them (default: {','.join(DEFAULT_TARGETS)})"
     option("--lora-targets", metavar="NAMES", help=words)
+    words = "share of what they read that is dropped; the memory is the same for each above 0"
+    option("--lora-dropout", type=share, metavar="P", help=words)
+    words = (
+        "dtype of LoRA's weights, gradients and moments (default: as --parameters; peft's default: "
+        "fp32)"
+    )
+    option("--lora-parameters", choices=["fp32", "bf16"], help=words)
     words = "(default: adamw-foreach)"
     option("--optimizer", choices=OPTIMIZERS, default="adamw-foreach", help=words)
     add_device(parser, Device.CUDA)
@@ -141,7 +149,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     words += "of memory that the allocator reserves beyond the peak)"
     option("--reserve", type=_amount(BYTES, "4GiB", zero=True), metavar="SIZE", help=words)
     links = parser.add_mutually_exclusive_group()
-    words = f"rates of a kind of machine by its datasheets ({', '.join(PRESETS)}), or the rate "
+    words = f"rates of a kind of machine by its datasheets ({', '.join(LINKED)}), or the rate "
     words += (
         "at which a rank can send, such as 50GB/s or 400Gbit/s (400Gbps); with --node-size one "
     )
@@ -169,7 +177,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     compute = parser.add_mutually_exclusive_group()
     words = "compute time of one optimizer step, recomputation included, such as 1.9s"
     compute.add_argument("--compute-time", type=_amount(TIMES, "1.9s"), metavar="TIME", help=words)
-    words = f"instead of --compute-time: {', '.join(BF16_PEAK_FLOPS)}, or such as 989TFLOP/s"
+    words = f"instead of --compute-time: {', '.join(GPUS)}, or such as 989TFLOP/s"
     compute.add_argument("--peak", metavar="GPU|RATE", help=words)
     words = "share of the peak that is reached (default: 35%%)"
     option("--mfu", type=share, metavar="P", help=words)
@@ -213,15 +221,15 @@ class GivenLink:
 
 def _rates(text: str) -> GivenLink:
     """The rate to other nodes and, of a link of two levels, that within a node."""
-    if text in PRESETS:
-        preset = PRESETS[text]
+    if text in LINKED:
+        preset = LINKED[text]
         return GivenLink(
             inter=preset.inter_bytes_per_s,
             intra=preset.intra_bytes_per_s,
             node_size=preset.node_size,
             source=preset.source,
         )
-    example = f"50GB/s, or two of them: {TWO_LEVELS}, or one of {', '.join(PRESETS)}"
+    example = f"50GB/s, or two of them: {TWO_LEVELS}, or one of {', '.join(LINKED)}"
     if "=" not in text:
         return GivenLink(inter=_amount(RATES, example)(text))
     rates = {}
@@ -274,7 +282,8 @@ def _question(arguments: argparse.Namespace) -> Question:
     if link is not None:
         node_size = link.node_size
     cell = _cell_of_options(arguments, node_size)
-    lora = _lora(arguments)
+    shape = shape_of(cell.model)
+    lora = _lora(arguments, tied=shape is not None and shape.tied)
     compute = _compute_time(arguments, cell, lora)
     return Question(
         cell=cell,
@@ -289,9 +298,13 @@ def _question(arguments: argparse.Namespace) -> Question:
     )
 
 
-def _lora(arguments: argparse.Namespace) -> LoRA | None:
-    """What is trained beside frozen weights. Raises InputError for targets that are unknown."""
-    rank, targets = arguments.lora_rank, DEFAULT_TARGETS
+def _lora(arguments: argparse.Namespace, *, tied: bool) -> LoRA | None:
+    """What is trained beside frozen weights. Raises InputError for targets that are unknown.
+
+    ``tied``: whether the head is the embedding.
+    """
+    rank = arguments.lora_rank
+    targets: tuple[str, ...] = DEFAULT_TARGETS
     if rank is None:
         return None
     if arguments.lora_targets is not None:
@@ -299,7 +312,17 @@ def _lora(arguments: argparse.Namespace) -> LoRA | None:
     for name in targets:
         if name not in MATRICES:
             raise InputError(f"--lora-targets: '{name}' is unknown; {suggest(name, MATRICES)}")
-    return LoRA(rank, targets)
+    if HEAD in targets and tied:
+        raise InputError(f"--lora-targets: {HEAD} of this model is its embedding; leave it out")
+    if targets == (HEAD,):
+        raise InputError(f"--lora-targets: name a matrix of the blocks beside {HEAD}")
+    if (arguments.lora_dropout or 0) >= 1:
+        raise InputError("--lora-dropout: drops everything; give less than 100 %")
+    dtype = arguments.lora_parameters or arguments.parameters
+    if dtype == "bf16" != arguments.parameters:
+        raise InputError("--lora-parameters: bf16 needs --parameters bf16")
+    fp32 = dtype != arguments.parameters
+    return LoRA(rank, targets, dropout=bool(arguments.lora_dropout), fp32=fp32)
 
 
 def _add_exact_peak(
@@ -512,8 +535,8 @@ def _compute_time(arguments: argparse.Namespace, cell: Cell, lora: LoRA | None) 
             peak: float | None = _amount(FLOPS, "989TFLOP/s")(name)
         except argparse.ArgumentTypeError as error:
             raise InputError(f"--peak: {error}") from error
-    elif name not in BF16_PEAK_FLOPS:
-        remedy = suggest(name, [*BF16_PEAK_FLOPS, "a rate: 989TFLOP/s"])
+    elif name not in GPUS:
+        remedy = suggest(name, [*GPUS, "a rate: 989TFLOP/s"])
         raise InputError(f"--peak: '{name}' is unknown; {remedy}")
     else:
         peak = peak_flops(name, cell.precision)

@@ -23,6 +23,7 @@ from bench.forecast.prediction import (
 )
 from bench.judge.formulas import BUILT_IN, layout_of
 from bench.plan.cell import REFERENCE, Cell, Device, Precision, Sharding
+from bench.plan.gpu_kinds import peak_flops
 from bench.plan.models import SIZES
 from bench.plan.schedule import Cost
 from bench.plan.task import CPU_WINDOWS, SETTLED_WINDOWS
@@ -273,7 +274,7 @@ def _flops_per_s(cell: Cell, gpus: Sequence[Mapping[str, object]]) -> float | No
     name = ""
     if gpus:
         name = str(gpus[0]["name"])
-    peak = machine.peak_flops(name, Precision.BF16)
+    peak = peak_flops(name, Precision.BF16)
     if peak is None:
         return None
     if cell.precision is Precision.FP32:

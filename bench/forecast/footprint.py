@@ -5,6 +5,7 @@ Parameters, gradients, optimizer state and buffers that are held have exact form
 lives only for that moment is added. The largest sum is the peak. Nothing is fitted. The moments
 are:
 
+- ``gather``: FSDP2's forward gathers the first block, before the root's buffer is freed;
 - ``forward``: its end, with the logits and the log-softmax;
 - ``loss``: all activations, and three fp32 tensors of tokens x vocabulary (the log-softmax and two
   gradients);
@@ -27,7 +28,7 @@ it also keeps what ``bench.backends.blocks`` names.
 
 With LoRA a frozen matrix saves no input of its own, and a frozen norm not what it normalized
 (``bench.forecast.lora``). The first block's input needs no gradient then, so that its first norm
-saves nothing.
+saves nothing, and neither does dropout of what that returns.
 
 Short-lived and smaller tensors are left out, and so are the CUDA context, the allocator's rounding
 and fragments, what libraries allocate (cuBLAS, NCCL), and the tokens of all windows, which the
@@ -45,7 +46,7 @@ from bench.backends.deepspeed import ZeroBackend
 from bench.backends.fsdp2 import FSDP2Backend
 from bench.backends.lightning import LightningBackend
 from bench.backends.plain import DDPBackend
-from bench.forecast.lora import LoRA
+from bench.forecast.lora import HEAD, OF_NORMS, LoRA
 from bench.judge import formulas, zero
 from bench.judge.offload import USES
 from bench.plan.categories import COPIED_TO_DEVICE, COPIED_TO_HOST, HELD, ON_HOST, PINNED
@@ -95,7 +96,7 @@ def declined(
     """Why the memory of such a cell is not predicted; empty if it is."""
     reason = ""
     if lora is not None:
-        reason = _declined_lora(cell, backend)
+        reason = _declined_lora(cell, backend, lora)
     if bf16_parameters:
         reason = reason or _declined_bf16(backend)
     if reason:
@@ -120,7 +121,7 @@ def _declined_bf16(backend: type[Backend]) -> str:
     return ""
 
 
-def _declined_lora(cell: Cell, backend: type[Backend]) -> str:
+def _declined_lora(cell: Cell, backend: type[Backend], lora: LoRA) -> str:
     """Why the memory of LoRA is not predicted; empty if it is."""
     if model_of(cell).num_experts:
         return "there is no formula for what frozen experts save"
@@ -128,6 +129,8 @@ def _declined_lora(cell: Cell, backend: type[Backend]) -> str:
         return "there is no formula for what selective checkpointing keeps beside frozen weights"
     if not issubclass(backend, DDPBackend | FSDP2Backend) or issubclass(backend, Offloading):
         return "there is no formula for its frozen weights"
+    if lora.fp32 and not issubclass(backend, DDPBackend):
+        return "there is no formula for fp32 and bf16 weights in one unit"
     if issubclass(backend, FSDP2Backend) and backend.splits_root:
         return "there is no formula for its frozen weights"
     return ""
@@ -209,6 +212,10 @@ class TensorSizes:
         """Bytes of an element that is computed with."""
         if self.is_bf16:
             self.element = 2
+        self.trained_master, self.low_element = self.master, self.element
+        """Bytes of an element of what is trained, and of what LoRA's matrices read and return."""
+        if lora is not None and lora.fp32:
+            self.trained_master = self.low_element = 4
         self.offloads = issubclass(backend, Offloading) and cell.device is Device.CUDA
         """Whether shards rest in other memory than the device's, to which they are copied."""
         self.is_single = cell.accumulate == 1
@@ -285,18 +292,41 @@ class TensorSizes:
         if self.autocast:
             num_casts = 5  # a copy of it for each product that reads it
         if self.lora is not None:
-            num_casts = self.lora.num_inputs(each=self.autocast)
-        casts = num_casts * self.tokens * self.element * self.model.hidden_size
+            num_casts = self.lora.num_inputs(each=self.autocast or self.lora.copies_inputs)
+        casts = num_casts * self.tokens * self.low_element * self.model.hidden_size
         heads = self.element * 2 * (self.query + self.key) + 4 * self.model.num_heads
         in_heads = self.tokens * heads + self.head_norms
-        return 2 * self.norm + casts + in_heads + self.mlp_saved + self.low_rank
+        saved = 2 * self.norm + casts + in_heads + self.mlp_saved
+        if self.lora is not None:
+            saved += self.low_rank * len(self.lora.in_blocks)
+            saved += sum(self.dropped(name) for name in self.lora.in_blocks)
+            if self.lora.copies_inputs and "o_proj" in self.lora.targets:
+                saved += self.tokens * self.low_element * self.query  # and the output of attention
+            if "down_proj" in self.lora.targets:  # a copy instead of the product
+                saved += self.inner * self.low_element // self.element - self.inner
+        return saved
 
     @cached_property
     def low_rank(self) -> int:
-        """What the first of LoRA's two matrices returns, for each target."""
+        """What the first of LoRA's two matrices returns."""
         if self.lora is None:
             return 0
-        return self.tokens * self.element * self.lora.rank * len(self.lora.targets)
+        return self.tokens * self.low_element * self.lora.rank
+
+    def dropped(self, target: str) -> int:
+        """What dropout saves beside its result, before a target of LoRA."""
+        if self.lora is None or not self.lora.dropout:
+            return 0
+        width, element = self.model.hidden_size, self.residual_element  # what a norm returns
+        if target == "o_proj":
+            width, element = self.query, self.element
+        elif target == "down_proj":
+            width, element = self.model.intermediate_size, self.element
+        if self.cell.device is Device.CUDA:
+            element = 1
+        elif self.lora.fp32:
+            element = 4
+        return self.tokens * element * width
 
     @cached_property
     def head_norms(self) -> int:
@@ -338,8 +368,10 @@ class TensorSizes:
     def outside(self) -> int:
         """What is saved outside blocks: the last norm and its result, targets, rotary angles."""
         last_norm = self.norm
-        if self.lora is None:
-            last_norm += self.tokens * self.element * self.model.hidden_size
+        if self.lora is None or HEAD in self.lora.targets:
+            last_norm += self.tokens * self.low_element * self.model.hidden_size
+        if self.lora is not None and HEAD in self.lora.targets:
+            last_norm += self.low_rank + self.dropped(HEAD)
         angles = 2 * self.cell.sequence_length * self.model.head_size * self.residual_element
         return last_norm + 8 * self.tokens + angles
 
@@ -349,6 +381,9 @@ class TensorSizes:
         without_gradient = 0
         if self.lora is not None and not self.cell.activation_checkpointing:
             without_gradient = self.norm
+            for name in self.lora.in_blocks:
+                if name in OF_NORMS[0]:
+                    without_gradient += self.dropped(name)
         return self.num_blocks * self.kept + self.outside - without_gradient
 
     @cached_property
@@ -449,7 +484,8 @@ class TensorSizes:
 
 def _replicated(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]:
     """DDP and a single process: parameters and gradients are whole, and weights are cast."""
-    whole, table = sizes.master * sizes.trained.num_parameters, sizes.master * sizes.trained_table
+    whole = sizes.trained_master * sizes.trained.num_parameters
+    table = sizes.master * sizes.trained_table
     before, end, of_head = sizes.before(held["gradients"]), whole, 0
     if issubclass(sizes.backend, DDPBackend) and sizes.backend.bucket_views:
         # Reduced gradients are views of the buckets, and the sums of a deferred reduction are
@@ -462,7 +498,7 @@ def _replicated(sizes: TensorSizes, held: Mapping[str, int]) -> Iterator[Moment]
     if sizes.tied:
         of_head = table
     casts, head = sizes.cast_blocks + sizes.cast_head, sizes.head
-    weight = sizes.master * sizes.mlp_weight
+    weight = sizes.trained_master * sizes.mlp_weight
     if sizes.autocast:
         # The gradient of the cast is cast to fp32.
         head = max(head, table + 2 * sizes.trained_table + sizes.stream)
@@ -566,6 +602,9 @@ def _fsdp2(
     late = before
     if sizes.zeroes_late:
         late = held["gradients"]
+    if units.ranks > 1 and not units.splits_root:
+        # What is gathered is in a buffer, from which it is copied.
+        yield Moment("gather", late, 0, 2 * units.element * (units.root + units.block))
     yield Moment("forward", late, sizes.saved, sizes.log_softmax + units.gathered)
     yield Moment("loss", before, sizes.saved, sizes.loss + units.gathered)
     yield Moment("head", before, sizes.saved, sizes.head + units.gathered + units.ahead)

@@ -220,10 +220,15 @@ class Prediction:
     def expectation(self) -> Expectation:
         if self.lora is None:
             return self._expectation_of(self.layout)
-        trained = self._expectation_of(self.lora.trained(self.layout))
-        return beside_frozen(trained, self._expectation_of(self.lora.whole(self.layout)))
+        trained = self._expectation_of(self.lora.trained(self.layout), fp32=self.lora.fp32)
+        whole = self._expectation_of(self.lora.whole(self.layout))
+        if self.lora.fp32:
+            wider = whole.held["parameters"] + trained.held["parameters"] // 2
+            whole = dataclasses.replace(whole, held=whole.held | {"parameters": wider})
+        return beside_frozen(trained, whole)
 
-    def _expectation_of(self, layout: Layout) -> Expectation:
+    def _expectation_of(self, layout: Layout, *, fp32: bool = False) -> Expectation:
+        """``fp32``: of parameters in fp32 although others are not."""
         if self.bf16_parameters:
             found = _expect(dataclasses.replace(self.cell, precision=Precision.FP32), layout)
         elif self.settings:
@@ -231,7 +236,7 @@ class Prediction:
         else:
             found = _expect(self.cell, layout)
         assert found is not None, "callers ask for none that is missing"
-        if self.bf16_parameters:
+        if self.bf16_parameters and not fp32:
             return in_half_size(found)
         return found
 

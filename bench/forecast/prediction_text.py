@@ -183,6 +183,8 @@ def parameters_text(question: Question) -> str:
         text += ", bf16 parameters without fp32 masters"
     if question.lora is not None:
         text += f", {question.lora}"
+        if question.bf16_parameters and not question.lora.fp32:
+            text += ", also in bf16 (peft's are fp32 by default: --lora-parameters fp32)"
     return text
 
 

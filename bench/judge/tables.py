@@ -21,7 +21,7 @@ from bench.judge.columns import dtypes, labels
 from bench.judge.trial_columns import TrialRow
 from bench.measure.projection import TRAINED
 from bench.plan.cell import Cell, Precision, Status
-from bench.run.machine import peak_flops
+from bench.plan.gpu_kinds import peak_flops
 from bench.run.manifest import Manifest
 from bench.run.trial_record import (
     EndCheck,

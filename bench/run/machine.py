@@ -112,31 +112,6 @@ def gpu_settings() -> list[dict[str, object]]:
         return []
 
 
-BF16_PEAK_FLOPS = {
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "A100": 312e12,
-}
-"""Dense tensor-core FLOP/s by a substring of the device name, from NVIDIA's datasheets; the first
-match counts."""
-
-
-def peak_flops(device_name: str, precision: str) -> float | None:
-    """Peak FLOP/s of one device; None if unknown, or for a MIG instance, which has only part of it.
-
-    No fp32 peak is known, because the TF32 switch decides which one applies.
-    """
-    if precision != "bf16" or "MIG" in device_name:
-        return None
-    for part, peak in BF16_PEAK_FLOPS.items():
-        if part in device_name:
-            return peak
-    return None
-
-
 def machine() -> dict[str, object]:
     """The hardware and the operating system: static facts, without host name or paths."""
     return {

@@ -313,6 +313,10 @@ PUBLISHED = [
     ),  # huggingface/trl #3442: of the generations that 4 ranks can have, 4 fit
     (72 * 800_000, 1, 3, 1, 24, 800_000),  # huggingface/trl #3165: of the divisors of 72, 72 fits
     (698, 3, 2, 4, 4, 66),  # huggingface/alignment-handbook #220, by the samples after packing
+    # tulerfeng/Video-R1 #58, with "1.7k" prompts: its trainer inherits the sampler of transformers, not trl's, takes
+    # each prompt once, and a rank generates all answers to it (src/r1-v/src/open_r1/trainer/grpo_trainer.py:
+    # num_return_sequences)
+    (1700, 8, 1, 1, 8, 1704),
 ]
 
 
@@ -355,6 +359,35 @@ def test_published_counts_of_programs_with_rules_of_their_own(
         return int(json.loads(out)["rules"][0]["steps"]["optimizer_steps"])
 
     assert counted(*given) != steps == counted(*read)
+
+
+NOT_DETERMINED = [
+    # huggingface/trl #455, 489 steps. Of its 8,861 samples trl 0.4.4, the release of that day, trains on those of at
+    # least max_seq_length tokens if it does not pack (sft_trainer.py, _prepare_non_packed_dataloader), and they are not
+    # counted there. Packing is no reason: a packed dataset's length is that of the unpacked one (utils.py,
+    # ConstantLengthDataset.__len__), which gives 1,662.
+    ((2604, 3, 4, 4, 1), 486),
+    ((2605, 3, 4, 4, 1), 489),
+    ((2620, 3, 4, 4, 1), 489),
+    ((2621, 3, 4, 4, 1), 492),
+    ((8861, 3, 4, 4, 1), 1662),
+    # texttron/tevatron #137, "500K" and "250K" steps on 4 and 2 ranks, with 400k samples (#87 there). Its trainer of
+    # 2022 gives each rank all of them (src/tevatron/trainer.py of 91f4733, get_train_dataloader). The epochs, which
+    # are not told, would be 40 and 20.
+    ((400_000, 40, 32, 1, 1), 500_000),
+    ((400_000, 20, 32, 1, 1), 250_000),
+]
+"""Counts for which a number is not published, as above, and what they are with one."""
+
+
+@pytest.mark.parametrize(("read", "steps"), NOT_DETERMINED, ids=str)
+def test_published_counts_with_a_number_that_is_not(
+    call: Any, read: tuple[int, ...], steps: int
+) -> None:
+    samples, epochs, micro, n, ranks = read
+    command = f"--samples {samples} --epochs {epochs} --micro-batch {micro} --accumulate {n} --world-size {ranks} "
+    _, out, _ = call(f"{command} --backend hf-trainer-ddp --json --transformers-version 4.30.2")
+    assert json.loads(out)["rules"][0]["steps"]["optimizer_steps"] == steps
 
 
 def test_the_trainer_of_older_versions_stops_before_the_epochs_do() -> None:

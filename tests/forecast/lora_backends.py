@@ -10,9 +10,10 @@ from bench.plan.cell import Sharding
 
 RANK = 8
 TARGETS: tuple[str, ...] = ("q_proj", "v_proj")
+EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def frozen(job: Any, targets: tuple[str, ...], *, bf16_parameters: bool) -> Any:
+def frozen(job: Any, cls: Any) -> Any:
     """The model with frozen weights, and two trained matrices beside each target."""
     import torch
     from torch import nn
@@ -25,18 +26,27 @@ def frozen(job: Any, targets: tuple[str, ...], *, bf16_parameters: bool) -> Any:
             self.linear = linear
             self.lora_A = nn.Linear(linear.in_features, RANK, bias=False)
             self.lora_B = nn.Linear(RANK, linear.out_features, bias=False)
+            self.dropout = nn.Identity()
+            if cls.dropout:
+                self.dropout = nn.Dropout(cls.dropout)
 
         def forward(self, x: Any) -> Any:
-            return self.linear(x) + self.lora_B(self.lora_A(x)) * 2.0
+            result = self.linear(x)
+            low = self.lora_A(self.dropout(x.to(self.lora_A.weight.dtype)))
+            return (result + self.lora_B(low) * 2.0).to(result.dtype)
 
     model = job.build().requires_grad_(False)
-    for block in job.blocks(model):
-        for part in (block.self_attn, block.mlp):
-            for name in targets:
-                if hasattr(part, name):
-                    setattr(part, name, Low(getattr(part, name)))
-    if bf16_parameters:
+    parts = [part for block in job.blocks(model) for part in (block.self_attn, block.mlp)]
+    for part in (*parts, model):
+        for name in cls.targets:
+            if hasattr(part, name):
+                setattr(part, name, Low(getattr(part, name)))
+    if cls.bf16_parameters:
         model = model.to(torch.bfloat16)
+    if cls.fp32:
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.float()
     return model
 
 
@@ -45,9 +55,11 @@ class LoraEager(FSDP2Eager):
     is_mechanism = False
     targets = TARGETS
     bf16_parameters = False
+    dropout = 0.0
+    fp32 = False
 
     def train(self, job: Any) -> None:
-        model = frozen(job, self.targets, bf16_parameters=self.bf16_parameters)
+        model = frozen(job, self)
         is_cast = job.bf16 and not self.bf16_parameters
         reshards = self.sharding is Sharding.PARAMS
         self.model = shard(
@@ -70,7 +82,7 @@ class LoraZero2Eager(LoraEager, FSDP2Zero2Eager):
 class LoraBf16Eager(LoraEager):
     name = "lora-bf16-fsdp2-eager"
     bf16_parameters = True
-    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    targets = EVERY
 
 
 class LoraDDP(DDPEager):
@@ -78,11 +90,13 @@ class LoraDDP(DDPEager):
     is_mechanism = False
     targets = TARGETS
     bf16_parameters = False
+    dropout = 0.0
+    fp32 = False
 
     def train(self, job: Any) -> None:
         from torch.nn.parallel import DistributedDataParallel
 
-        model = frozen(job, self.targets, bf16_parameters=self.bf16_parameters)
+        model = frozen(job, self)
         self.model = DistributedDataParallel(model, gradient_as_bucket_view=self.bucket_views)
         self.optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
         self.continue_training(job)
@@ -91,4 +105,28 @@ class LoraDDP(DDPEager):
 class LoraBf16DDP(LoraDDP):
     name = "lora-bf16-ddp-eager"
     bf16_parameters = True
-    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    targets = EVERY
+
+
+class LoraDropout(LoraEager):
+    name = "lora-dropout-fsdp2-eager"
+    targets, dropout = EVERY, 0.1
+
+
+class LoraDropoutDDP(LoraBf16DDP):
+    name = "lora-dropout-ddp-eager"
+    dropout = 0.1
+
+
+class LoraFp32DDP(LoraBf16DDP):
+    name = "lora-fp32-ddp-eager"
+    fp32 = True
+
+
+class LoraHead(LoraEager):
+    name = "lora-head-fsdp2-eager"
+    targets = (*TARGETS, "lm_head")
+
+
+class LoraGather(LoraEager):
+    name = "lora-gather-fsdp2-eager"

@@ -507,6 +507,12 @@ def test_lora_leaves_out_the_gradients_of_frozen_weights() -> None:
         (["--lora-targets", "q_proj"], "--lora-rank"),
         (["--lora-rank", "8", "--lora-targets", "q"], "q_proj"),
         (["--lora-rank", "8", "--exact", "--backend", "ddp-eager"], "--lora-rank"),
+        (["--lora-rank", "8", "--lora-targets", "embed_tokens"], "q_proj"),
+        (["--lora-rank", "8", "--lora-targets", "lm_head"], "lm_head"),
+        (["--model", "1b", "--lora-rank", "8", "--lora-targets", "q_proj,lm_head"], "embedding"),
+        (["--lora-dropout", "0.1"], "--lora-rank"),
+        (["--lora-rank", "8", "--lora-dropout", "100%"], "--lora-dropout"),
+        (["--lora-rank", "8", "--lora-parameters", "bf16"], "--parameters bf16"),
     ],
 )
 def test_options_of_lora_that_cannot_be(
@@ -529,3 +535,30 @@ def test_the_text_says_what_lora_trains(
     assert main(["predict", *words]) == GOOD
     out = capsys.readouterr().out
     assert "bf16 parameters without fp32 masters, LoRA of rank 16 on q_proj, down_proj" in out
+    assert "--lora-parameters fp32" in out
+
+
+def test_dropout_and_fp32_of_lora_s_own_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a GPU, for each token: two inputs instead of one, and a bool of each of their elements; two fp32 inputs.
+
+    The first block's input has no gradient, so that dropout keeps no bools there. Rank 16 returns fp32, too.
+    """
+    tokens, blocks, hidden = 8192, 32, 4096
+    rows = {}
+    for name, options in {
+        "plain": [],
+        "dropout": ["--lora-dropout", "0.1"],
+        "fp32": ["--lora-parameters", "fp32"],
+    }.items():
+        rows[name] = rows_of(capsys, *LORA, *options)
+    activations = {
+        name: each["ddp-deferred"]["memory"]["activations"] for name, each in rows.items()
+    }
+    dropped = tokens * hidden * (blocks * (2 + 2) - 2)
+    assert activations["dropout"] - activations["plain"] == dropped
+    wider = tokens * blocks * (hidden * (2 * 4 - 2) + 2 * 16 * 2)
+    assert activations["fp32"] - activations["plain"] == wider
+    trained = blocks * 16 * (4096 + 4096 + 4096 + 1024)
+    parameters = rows["fp32"]["ddp-deferred"]["memory"]["parameters"]
+    assert parameters == 2 * SIZES["8b"].num_parameters + 4 * trained
+    assert "fp32 and bf16" in rows["fp32"]["fsdp2-eager"]["not_predicted"]

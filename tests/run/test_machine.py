@@ -246,12 +246,3 @@ def test_the_connection_of_a_node_is_that_of_the_interface_towards_the_head() ->
     found = machine.connection("127.0.0.1")
     assert found["mtu"] == int(Path("/sys/class/net/lo/mtu").read_text())
     assert "mtu" not in machine.connection("no address")
-
-
-PEAKS = {"H100 80GB HBM3": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "A100-SXM4-80GB": 312e12}
-
-
-@pytest.mark.parametrize("name", [*PEAKS, "", "GeForce RTX 4090", "H20", "A10"])
-def test_peaks_are_nvidias_dense_numbers_and_none_that_would_be_a_guess(name: str) -> None:
-    assert machine.peak_flops(f"NVIDIA {name}", "bf16") == PEAKS.get(name)
-    assert machine.peak_flops(f"NVIDIA {name}", "fp32") is None is machine.peak_flops("cpu", "bf16")
