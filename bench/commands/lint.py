@@ -82,6 +82,7 @@ def _version(text: str) -> tuple[int, ...]:
 def run(arguments: argparse.Namespace) -> int:
     from bench.audit.lint import lint
     from bench.audit.lint.config_kinds import EXPECTED
+    from bench.audit.lint.launch_script import LAUNCHERS
     from bench.audit.lint.lint_options import LintOptions
     from bench.audit.lint.rules import sarif
     from bench.audit.lint.version_facts import used
@@ -91,6 +92,9 @@ def run(arguments: argparse.Namespace) -> int:
         return GOOD
     if not arguments.configs:
         raise InputError(f"lint: name at least one config: {EXPECTED}")
+    first = arguments.configs[0]
+    if first.name.partition(" ")[0] in LAUNCHERS and not first.exists():
+        raise InputError("lint: reads files, no commands; put it into one, such as train.sh")
     options = LintOptions(
         samples=arguments.samples,
         batch_size=arguments.micro_batch,

@@ -221,8 +221,8 @@ class GivenLink:
 
 def _rates(text: str) -> GivenLink:
     """The rate to other nodes and, of a link of two levels, that within a node."""
-    if text in LINKED:
-        preset = LINKED[text]
+    preset = LINKED.get(text.upper())
+    if preset is not None:
         return GivenLink(
             inter=preset.inter_bytes_per_s,
             intra=preset.intra_bytes_per_s,

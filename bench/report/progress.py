@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -36,6 +36,9 @@ from bench.screen import Screen
 
 REFRESH_PER_S = 1.0
 """Slow on purpose: the display shares the machine with what is measured."""
+WIDEST_BAR = 40
+BESIDE_BAR = 60
+"""Columns of the terminal for the numbers beside the bar."""
 BY_BUDGET = "at most about"
 """Before the time to go of a run that its budget ends."""
 REFERENCE_FAILED = (
@@ -45,6 +48,15 @@ IF_BUSY = (
     "if that goes on, no times of this run can be compared; memory, bytes, steps and losses stay "
     "valid. What else runs here: python -m bench doctor"
 )
+
+
+class _NamedProgress(Progress):
+    """Numbers in one line, and below it what they are of, in as many lines as that takes."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        for task in self.tasks:
+            yield Text(task.description, overflow="fold")
 
 
 class TimeToGo(ProgressColumn):
@@ -94,13 +106,13 @@ class Display:
         self._measured: list[tuple[float, float]] = []
         self._started = time.monotonic()
         self._total = 0
-        self._progress = Progress(
+        bar_width = min(WIDEST_BAR, max(1, console.width - BESIDE_BAR))
+        self._progress = _NamedProgress(
             TextColumn("{task.fields[counts]}"),
-            BarColumn(),
+            BarColumn(bar_width),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeToGo(self),
-            TextColumn("{task.description}", markup=False),
             console=console,
             refresh_per_second=REFRESH_PER_S,
             transient=True,

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -567,6 +568,138 @@ def test_commands_of_a_script(tmp_path: Path) -> None:
         and "15 x 2^-9" in findings[0].what
         and findings[0].file.endswith("ds.json")
     )
+
+
+BATCHES = "B=4 R=8\nN=$((128 / (B * R)))\n"
+ARRAY = """
+ARGS=(
+  --bf16  # the dtype
+  --note "two words"
+)
+ARGS+=(--n "$N")
+"""
+READ = [
+    ("N=8\n{} --n $N", {"n": 8}),
+    ("N=8; {} --n ${{N}} --b $N", {"n": 8, "b": 8}),
+    ('export N="8"\n{} --n="$N" # --n 9', {"n": 8}),
+    (BATCHES + "{} --n $N --m $[B*R]", {"n": 4, "m": 32}),
+    (BATCHES + "{} --n $(( $B + ${{R}} ))", {"n": 12}),
+    ('N=8\nA="--n $N \\\n --b 2"\n{} $A', {"n": 8, "b": 2}),
+    ("N=2" + ARRAY + '{} "${{ARGS[@]}}"', {"bf16": True, "note": "two words", "n": 2}),
+    ("L=(a b)\n{} --x ${{L[1]}} --all ${{L[@]}}", {"x": "b", "all": ["a", "b"]}),
+    ("N=8\nN=16\n{} --n $N", {"n": 16}),
+    ("if true; then N=8; {} --n $N; else N=4; fi", {"n": 8}),
+    ("f() {{\n local N=8\n {} --n $N\n}}\nf", {"n": 8}),
+    ("N=8\ncat > c.txt <<EOF\nN=9\nit's $N\nEOF\n{} --n $N", {"n": 8}),
+    ("N=8\nbash <<EOF\n{} --n $N\nEOF", {"n": 8}),
+    ('N=8\neval "{} --n $N"', {"n": 8}),
+    ("{} --a 1 \\\n  # --b 2 \\\n  --n 3\n", {"a": 1}),  # the comment ends the command
+    ("{} --n 8 2>&1 | tee log; true", {"n": 8}),
+]
+"""Scripts around a command, and the options with which a shell starts it."""
+LAUNCH = "torchrun --nproc_per_node 2 train.py"
+
+
+@pytest.mark.parametrize(("text", "values"), READ)
+def test_a_script_is_read_as_bash_runs_it(
+    tmp_path: Path, text: str, values: dict[str, object]
+) -> None:
+    """Bash itself starts a torchrun that keeps its words: they are the ones that lint reads."""
+    script = text.format(LAUNCH)
+    (command,) = launch_script.commands(script, "train.sh")
+    assert command.arguments.value == values and command.ranks == 2
+    fake = tmp_path / "torchrun"
+    fake.write_text('#!/bin/sh\nprintf "%s\\0" "$@" > words\n')
+    fake.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, check=False, capture_output=True
+    )
+    words = (tmp_path / "words").read_text().split("\0")[3:-1]
+    line = "train() { :; }\n" + LAUNCH + " " + shlex.join(words)
+    (again,) = launch_script.commands(line, "train.sh")
+    assert again.arguments.value == values
+
+
+def test_what_stops_lint_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command in place of a file; a script whose program could be any."""
+    path = tmp_path / "train.sh"
+    path.write_text("\naccelerate launch train.py --gradient_accumulation_steps $N\n")
+    wrong = {"accelerate": "put it into one", f"{path}": "line 2 launches a training"}
+    for name, says in wrong.items():
+        assert cli.main(["lint", name]) == WRONG
+        assert says in capsys.readouterr().err
+
+
+UNTOLD = [
+    "{} --n $N",
+    '{} --n "${{N:-8}}"',
+    "N=${{N:-8}}\n{} --n $N",
+    "{} --n $1",
+    "{} --n $(nproc)",
+    "{} --n `cat n`",
+    "{} --n $((N * 2))",
+    "{} --n ${{#LIST[@]}}",
+    "{} --n ${{!NAME}}",
+    "N=8\nif [ $1 ]; then N=4; fi\n{} --n $N",
+    "N=8\n[ $1 ] && N=4\n{} --n $N",
+    "N=8\ncase $1 in --n) N=$2;; *) ;; esac\n{} --n $N",
+    "N=8\nwhile read N; do {} --n $N; done",
+    "for N in 4 8; do {} --n $N; done",
+    "N=8\nf() {{ {} --n $N; }}\nf\nN=4\nf",
+    "N=8 {} --n $M",
+    "N=8\n((N++))\n{} --n $N",
+    "N=8\n{} --n '$N'",
+    "source settings\n{} --n $N",
+    "{} --n <N>",
+]
+
+
+@pytest.mark.parametrize("text", UNTOLD)
+def test_what_a_script_does_not_say_is_not_known(text: str) -> None:
+    (command,) = launch_script.commands(text.format("torchrun train.py"), "train.sh")
+    assert command.arguments.at("n").unknown and not command.has_unknown_options
+
+
+TRAINER = "deepspeed --num_gpus 2 train.py --per_device_train_batch_size 1 --logging_steps 9 --bf16"
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "found"),
+    [
+        ("--gradient_accumulation_steps 8", {}, ["ACC01"]),
+        ("--gradient_accumulation_steps $N", {}, []),
+        ("--gradient_accumulation_steps $N --max_steps 5", {}, ["LOG01"]),  # the rest is linted
+        ("", {"gradient_clipping": 0.5}, ["MIS01"]),
+        ("$EXTRA", {"gradient_clipping": 0.5}, []),  # it may have --max_grad_norm
+        ('"$@"', {"gradient_clipping": 0.5}, []),
+        ('--tf32 "${ARGS[@]}"', {"gradient_clipping": 0.5}, []),
+        ("--do_train $MORE_ARGS", {"gradient_clipping": 0.5}, []),
+        ("--max_steps 5 $EXTRA", {}, []),  # and --logging_first_step
+    ],
+)
+def test_nothing_is_accused_because_of_what_is_not_known(
+    tmp_path: Path, options: str, config: dict[str, object], found: list[str]
+) -> None:
+    base = CORPUS["bases"]["auto"] | {"bf16": {"enabled": "auto"}}
+    (tmp_path / "ds.json").write_text(json.dumps(base | config))
+    path = tmp_path / "train.sh"
+    path.write_text(f"{TRAINER} --deepspeed ds.json {options}\n")
+    assert codes(lint([path], LintOptions(deepspeed=NEW))) == found
+
+
+@pytest.mark.parametrize("key", ["gradient_accumulation_steps", "per_device_train_batch_size"])
+def test_an_unknown_batch_makes_no_steps(tmp_path: Path, key: str) -> None:
+    """The default of a value that the script gets from elsewhere is not its value."""
+    given = {"per_device_train_batch_size": "1", "gradient_accumulation_steps": "64"}
+    path = tmp_path / "train.sh"
+    options = LintOptions(deepspeed=NEW, samples=640, world_size=2)
+    for value, is_found in ((given[key], True), ("$X", False)):
+        words = " ".join(f"--{name} {text}" for name, text in {**given, key: value}.items())
+        path.write_text(f"torchrun train.py {words} --num_train_epochs 1 --logging_steps 99\n")
+        assert ("LOG01" in codes(lint([path], options))) is is_found
 
 
 SWIFT = """

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -129,6 +130,25 @@ def test_the_time_to_go_gets_shorter_within_a_trial(monkeypatch: pytest.MonkeyPa
             seen.append(display.time_left_now())
     # A trial that takes too long does not eat the time of the next.
     assert seen == [f"about {seconds} s to go" for seconds in (20, 16, 10, 10)]
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_line_that_changes_is_whole_in_a_narrow_terminal(width: int) -> None:
+    """What it waits for, and a trial with a long name and hours to go."""
+    cell = make_cell(backend="lightning-deepspeed-zero2-corrected")
+    trials = [Trial(cell, repeat) for repeat in range(99)]
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=width)
+    what = "processes that import torch, accelerate, deepspeed, lightning and torchtitan"
+    with Display(console, {cell.cell_id: Cost(99.0, None)}) as display:
+        display.expect(trials, more=True)
+        display.waits(what)
+        display._progress.refresh()
+        display.started(trials[0], 10, 99)
+        display._progress.refresh()
+    words = " ".join(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", " ", text.getvalue()).split())
+    assert what in words and "…" not in words
+    assert f"{cell.label} repeat 0" in words and "10/99" in words and "s to go" in words
 
 
 def test_what_a_start_waits_for_is_told_once() -> None:

@@ -24,6 +24,7 @@ from bench.audit.lint import (
 )
 from bench.audit.lint.config_file import ConfigPart, NoConfigError, read_file, read_text
 from bench.audit.lint.config_kinds import EXPECTED, Config, Reader, recognize
+from bench.audit.lint.known_keys import known_keys
 from bench.audit.lint.launch_script import LaunchCommand
 from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.rules import LintFinding
@@ -150,8 +151,14 @@ def _trainings(file: Path, options: LintOptions) -> list[_Training]:
     """
     suffix = file.suffix[1:].lower()
     if suffix in SCRIPTS:
-        found = list(_of_script(file, options))
-        kind = "has no command that launches a training with arguments that lint knows"
+        commands = launch_script.commands(read_text(file), str(file))
+        found = list(_of_commands(commands, options))
+        kind = "has no command that launches a training with options"
+        if commands:
+            kind = (
+                f"line {commands[0].arguments.line} launches a training, but with too few options "
+                "to tell its program, or of none that lint knows"
+            )
     elif suffix in CONFIGS:
         config = recognize(read_file(file), suffix)
         found = []
@@ -166,17 +173,31 @@ def _trainings(file: Path, options: LintOptions) -> list[_Training]:
     return found
 
 
-def _of_script(file: Path, options: LintOptions) -> Iterator[_Training]:
-    """The trainings that a script launches, each with what its launcher says."""
-    for command in launch_script.commands(read_text(file), str(file)):
+def _of_commands(commands: Sequence[LaunchCommand], options: LintOptions) -> Iterator[_Training]:
+    """The trainings that the commands of a script launch, each with what its launcher says."""
+    for command in commands:
         config = recognize(command.arguments, "sh", command.launcher)
         if config is None or config.reader is not Reader.HUGGING_FACE:
             continue
+        if command.has_unknown_options:
+            _leave_open(config)
         ranks = options.world_size or command.ranks
         launch = _launch_config(command)
-        if ranks is None and launch is not None:
+        says_ranks = command.launch.at("num_processes").given
+        if ranks is None and launch is not None and not says_ranks:
             ranks = accelerate_rules.world_size(launch, options)
         yield _Training(config, replace(options, world_size=ranks), launch)
+
+
+def _leave_open(config: Config) -> None:
+    """Take every argument that a command may have, and does not show, for unknown.
+
+    That the number of epochs or a DeepSpeed config is given would be a statement of its own.
+    """
+    unsaid = {"num_train_epochs", "deepspeed", "fsdp"}
+    for key in ("use_peft", *known_keys()["training_arguments"]):
+        if key not in unsaid:
+            config.root.values.setdefault(key, "${arguments}")
 
 
 def _launch_config(command: LaunchCommand) -> ConfigPart | None:

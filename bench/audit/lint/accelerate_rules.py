@@ -148,7 +148,8 @@ def _same_values(arguments: TrainerArguments, engine: DeepSpeedConfig) -> Iterat
     A command that leaves it out may be of a program that asks accelerate for it.
     """
     is_config = Path(arguments.part.file).suffix in CONFIG_SUFFIXES
-    if is_config or arguments.known_accumulate:
+    is_default = is_config and not arguments.part.at(N).unknown
+    if is_default or arguments.known_accumulate:
         yield SameValue(engine.part.at(N), arguments.accumulate, N)
     has_clip = is_config or arguments.part.at("max_grad_norm").given
     if engine.clip and has_clip:  # accelerate drops a threshold of 0

@@ -87,6 +87,10 @@ class TrainerArguments:
         self.known_micro_batch = part.at("per_device_train_batch_size").integer(also=AUTO)
         self.micro_batch = options.batch_size or self.known_micro_batch or DEFAULT_MICRO
         """Samples of a micro-batch on one rank; with split_batches, on all of them."""
+        self.has_unknown_batch = steps.unknown or (
+            not options.batch_size and part.at("per_device_train_batch_size").unknown
+        )
+        """Whether another program sets N, or the micro-batch."""
         self.is_split = part.at("accelerator_config.split_batches").flag(default=False)
         epochs, clip = part.at("num_train_epochs").number(), part.at("max_grad_norm")
         self.clip: float | None = clip.number()
@@ -98,8 +102,8 @@ class TrainerArguments:
         """0 for no limit."""
         self.total_steps = self.max_steps
         """Optimizer steps of the whole training; 0 if they cannot be calculated."""
-        ends = ("max_steps", "num_train_epochs", "gradient_accumulation_steps")
-        is_known = not any(part.at(name).unknown for name in ends)
+        ends = ("max_steps", "num_train_epochs", "dataloader_drop_last")
+        is_known = not self.has_unknown_batch and not any(part.at(name).unknown for name in ends)
         if not self.max_steps and is_known and not any(part.at(name).value for name in RESAMPLED):
             self.total_steps = self._steps_of_epochs(epochs)
         self.has_bf16_parameters = has_bf16_parameters
@@ -288,7 +292,7 @@ def _two_factors(arguments: TrainerArguments) -> Iterator[Found]:
         arguments.part.at(f"{KWARGS}.num_steps"),
         arguments.part.at("gradient_accumulation_steps").value,
     )
-    if inner.given and (outer or 1) > 1:
+    if inner.given and isinstance(outer, int | float) and outer > 1:
         what = (
             f"the Trainer raises ValueError: gradient_accumulation_steps is {outer}, and "
             f"num_steps {inner.value}"
@@ -347,7 +351,7 @@ def _optimizer(arguments: TrainerArguments) -> Iterator[Found]:
 @says(Level.WARNING, "a micro-batch is split among the ranks", f"{ARGUMENTS} split_batches")
 def _split_batches(arguments: TrainerArguments) -> Iterator[Found]:
     n, micro, ranks = arguments.accumulate, arguments.micro_batch, arguments.world_size
-    if arguments.is_split and ranks != 1:
+    if arguments.is_split and ranks != 1 and not arguments.has_unknown_batch:
         what = (
             f"split_batches divides each batch of {micro} among {ranks or 'all'} ranks: a window "
             f"has {micro * n} "
@@ -364,7 +368,7 @@ def _split_batches(arguments: TrainerArguments) -> Iterator[Found]:
 @says(Level.WARNING, "effective batch that changes by itself", f"{TRAINER} _inner_training_loop")
 def _smaller_batches(arguments: TrainerArguments) -> Iterator[Found]:
     place = arguments.part.at("auto_find_batch_size")
-    if place.flag(default=False):
+    if place.flag(default=False) and not arguments.has_unknown_batch:
         yield Found(
             place,
             f"out of memory, the Trainer shrinks the micro-batch below {arguments.micro_batch} "
