@@ -124,6 +124,26 @@ def test_where_torch_shows_no_shapes_and_no_hooks_of_saved_tensors_the_verdict_i
     assert "a function of the model" in found["evidence"]["not seen"]
 
 
+def test_where_torch_shows_no_hooks_of_saved_tensors_any_that_are_set_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    from bench.audit.command.inside.autograd_nodes import SavedTensorHooks, is_at_hand
+
+    autograd: Any = torch._C._autograd
+    monkeypatch.setattr(autograd, "SavedTensor", object)
+    push = "_push_saved_tensors_default_hooks"
+    monkeypatch.setattr(autograd, push, getattr(autograd, push))  # it is put back
+    monkeypatch.setattr(SavedTensorHooks, "were_set", False)
+    SavedTensorHooks.watch()
+    saved = object()
+    assert is_at_hand(saved)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        pass
+    assert not is_at_hand(saved)
+
+
 def audit_changed(
     module: str,
     changes: Iterable[tuple[str, str]],
