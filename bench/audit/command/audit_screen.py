@@ -78,7 +78,7 @@ def evidence(audit: TrainingAudit) -> dict[str, str]:
             shown |= _weights(audit, optimizer)
             break
     shown["sampled"] = f"{len(audit.first.leaves)} of {audit.first.num_leaves} parameters"
-    shown["not seen"] = NOT_LOOKED_AT
+    shown["not seen"] = ", ".join([NOT_LOOKED_AT, *audit.first.unseen])
     return shown
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Optional, Tuple  # noqa: UP035 - older Pythons
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from .autograd_nodes import inner_scalars, is_at_hand
 from .graph_survey import plain
 from .records import Criterion
 
@@ -45,7 +45,7 @@ def watch(roots: Sequence[Tensor], handles: list[RemovableHandle]) -> list[LossP
         if node is None or node in seen:
             continue
         seen.add(node)
-        scalars = _inner_scalars(node)
+        scalars = inner_scalars(node)
         if scalars:
             stack += scalars
         else:
@@ -58,26 +58,6 @@ def watch_scalar(node: Node, handles: list[RemovableHandle]) -> LossPart:
     entry: LossPart = Criterion(node.name(), None)
     handles.append(node.register_prehook(functools.partial(_read_seed, entry)))
     return entry
-
-
-def _inner_scalars(node: Node) -> list[Node]:
-    """The nodes before one that only multiplies and adds scalars; empty for any other."""
-    if hasattr(node, "_saved_reduction"):
-        return []
-    scalars = []
-    has_others = False
-    for following, place in node.next_functions:
-        metadata = getattr(following, "_input_metadata", ())
-        if following is None or place >= len(metadata):
-            continue
-        if math.prod(metadata[place].shape) == 1:
-            scalars.append(following)
-        else:
-            has_others = True
-    # DDP passes all outputs of its model through one node.
-    if has_others and len(node._input_metadata) <= 1:
-        return []
-    return scalars
 
 
 def _watched(node: Node, handles: list[RemovableHandle]) -> LossPart:
@@ -139,8 +119,7 @@ def _entry(node: Node) -> LossPart:
     reduction = REDUCTIONS.get(getattr(node, "_saved_reduction", name.partition("Backward")[0]))
     entry: LossPart = Criterion(name, reduction, is_named)
     target = getattr(node, "_raw_saved_target", None)
-    # A hook would recompute (checkpointing) or fetch (offloading) the tensor.
-    if name.startswith("NllLoss") and getattr(target, "unpack_hook", "unknown") is None:
+    if name.startswith("NllLoss") and is_at_hand(target):
         _count_terms(entry, node)
     return entry
 
@@ -153,10 +132,9 @@ def _count_terms(entry: LossPart, node: Node) -> None:
         entry.terms = (labels != node._saved_ignore_index).sum()  # type: ignore[attr-defined]
     elif entry.reduction == "mean":
         entry.terms = plain(node._saved_total_weight)  # type: ignore[attr-defined]
-    scores = node.next_functions[0][0]
-    shapes = getattr(scores, "_input_metadata", ())
-    if labels.dim() != 1 or len(labels) < 2 or not shapes:
+    if labels.dim() != 1 or len(labels) < 2:
         return
-    if shapes[0].shape[-1] >= len(labels):
+    scores: Tensor = node._saved_self  # type: ignore[attr-defined]
+    if scores.shape[-1] >= len(labels):
         rows = torch.arange(len(labels), device=labels.device)
         entry.in_batch = (labels - labels[0] == rows).all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -10,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+
+from .autograd_nodes import has_scalar_output, is_at_hand, shape_of
 
 MOST_NODES = 50_000
 """Most nodes looked at."""
@@ -97,7 +98,11 @@ class GraphSurvey:
     def _count_rows(self, values: Tensor, name: str, view: Node | None) -> None:
         shape = tuple(values.shape)
         if view is not None and name != INDICES:
-            shape = tuple(view._input_metadata[0].shape)
+            viewed = shape_of(view)
+            if viewed is None:  # one row or more
+                self.sequences = self.sequences or 1
+                return
+            shape = viewed
         if name == CONVOLVED and shape:
             self.sequences = max(shape[0], self.sequences or 0)
         elif len(shape) == 3 or (name == INDICES and len(shape) == 2):
@@ -168,8 +173,7 @@ def _saved_input(node: Node, name: str) -> Tensor | None:
 
     None if one is, or if a hook would have to compute it.
     """
-    raw = getattr(node, f"_raw_saved_{name}")
-    if raw is None or getattr(raw, "unpack_hook", "unknown") is not None:
+    if not is_at_hand(getattr(node, f"_raw_saved_{name}")):
         return None
     if name != INDICES and _needs_gradient(node, name):
         return None
@@ -202,14 +206,19 @@ def _covered(node: Node) -> float:
     have_gradients = [inner is not None for inner, _ in node.next_functions]
     if node._saved_dim != 0 or all(have_gradients):  # type: ignore[attr-defined]
         return 1.0
-    total: int = node._input_metadata[0].shape[0]
+    joined = shape_of(node)
+    if joined is None:
+        return 0.0
     covered: int = 0
     for inner, place in node.next_functions:
+        shape = None
         if inner is not None:
-            covered += inner._input_metadata[place].shape[0]
-    if not total:
+            shape = shape_of(inner, place)
+        if shape is not None:
+            covered += shape[0]
+    if not joined[0]:
         return 1.0
-    return covered / total
+    return covered / joined[0]
 
 
 def _injected(node: Node) -> Iterator[Node]:
@@ -217,12 +226,8 @@ def _injected(node: Node) -> Iterator[Node]:
 
     The one of DDP, which passes a loss on, has such an output.
     """
-    for output in node._input_metadata:
-        if math.prod(output.shape) == 1:
-            return
+    if has_scalar_output(node):
+        return
     for inner, place in node.next_functions:
-        if inner is None or hasattr(inner, "variable"):
-            continue
-        metadata = getattr(inner, "_input_metadata", ())
-        if place < len(metadata) and len(metadata[place].shape) == 0:
+        if inner is not None and not hasattr(inner, "variable") and shape_of(inner, place) == ():
             yield inner

@@ -212,6 +212,8 @@ class Rank(Generic[ValuesT, NumberT]):
     """Why ranks hold different parameters."""
     is_zero: bool = False
     """Whether ZeRO holds the gradients."""
+    unseen: list[str] = field(default_factory=list)
+    """What its version of torch does not show."""
     events: list[Event[ValuesT, NumberT]] = field(default_factory=list)
     """In order; a record has them in lines of their own."""
     is_cut: bool = False

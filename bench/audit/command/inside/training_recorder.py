@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ....measure.c10d_kernels import CollectiveCall, CollectiveKernels
 from . import criteria
+from .autograd_nodes import are_shapes_shown
 from .failures import tell
 from .found_objects import OBSTACLES, PARALLEL, FoundObjects, HeldSchedule
 from .graph_survey import GraphSurvey, plain, survey
@@ -43,6 +44,7 @@ from .leaf_probes import (
 from .records import SAMPLES, Backward, Clipping, End, Event, HookedGradient, Leaf, Rank, Step
 from .training_place import job, place_in_world
 
+INJECTED = "losses whose gradient a function of the model makes"
 LEAST_BYTES = 64
 """What is smaller are metrics and norms."""
 LEAST_ELEMENTS = 2
@@ -428,6 +430,8 @@ class TrainingRecorder:
 
     def _start(self) -> Rank[Tensor, Tensor]:
         rank: Rank[Tensor, Tensor] = Rank(job(), *place_in_world())
+        if not are_shapes_shown():
+            rank.unseen.append(INJECTED)
         self._rank, self._objects = rank, FoundObjects()
         self._write(rank)
         self.kernels.remove()  # where they are inherited by a fork

@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from .autograd_nodes import SavedTensorHooks
 from .graph_survey import plain
 from .training_recorder import TrainingRecorder
 
@@ -62,6 +63,7 @@ def install() -> None:
 def watch(recorder: GradientWatcher) -> None:
     """Tell a recorder what it needs to know, and leave a file that says that it is told."""
     wrap_backward(recorder)
+    SavedTensorHooks.watch()
     names = OLD_CLIPPING
     if hasattr(clip_grad, CLIPPING[0]):
         names = CLIPPING
