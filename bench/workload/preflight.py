@@ -212,21 +212,20 @@ class _Examination:
         import torch
         from torch.utils._pytree import tree_map_only
 
-        def to_bf16(tensor: Tensor) -> Tensor:
-            if tensor.is_floating_point():
-                return tensor.to(torch.bfloat16)
-            return tensor
-
         def cast_inputs(_: nn.Module, *inputs: object) -> Any:
-            return tree_map_only(torch.Tensor, to_bf16, inputs)
+            return tree_map_only(torch.Tensor, _to_bf16, inputs)
 
         running: list[str] = []
         handles: list[RemovableHandle] = []
+
+        def left(*_: object) -> None:
+            running.pop()
+
         for name, module in model.named_modules():
             entered = partial(lambda name, *_: running.append(name), name)
             handles += [
                 module.register_forward_pre_hook(entered),
-                module.register_forward_hook(lambda *_: running.pop() and None),
+                module.register_forward_hook(left),
             ]
         for module in cast:
             handles.append(module.register_forward_pre_hook(cast_inputs, with_kwargs=True))
@@ -485,6 +484,14 @@ class _Examination:
     def _backward(self, model: nn.Module, batch: Batch) -> None:
         with _raising("the backward of loss()"):
             self._loss(model, batch).backward()
+
+
+def _to_bf16(tensor: Tensor) -> Tensor:
+    import torch
+
+    if tensor.is_floating_point():
+        return tensor.to(torch.bfloat16)
+    return tensor
 
 
 def _mixed(parameters: Iterable[nn.Parameter], names: Mapping[int, str]) -> str:
