@@ -225,6 +225,42 @@ class Random(Cycle):
         return self.make()
 
 
+class _NormInFp32(nn.LayerNorm):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden.float()).to(hidden.dtype)
+
+
+class NormInFp32(Cycle):
+    """A norm that is called in fp32, which is right under autocast and not on bf16 weights."""
+
+    def make(self) -> nn.Module:
+        model = super().make()
+        model[2] = _NormInFp32(64)  # type: ignore[index, operator]
+        return model
+
+
+class _Rotated(nn.Linear):
+    """A linear layer with a trained complex factor of its pairs of outputs."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.turn = nn.Parameter(torch.ones(outputs // 2, dtype=torch.complex64))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        pairs = super().forward(hidden).float().unflatten(-1, (-1, 2))
+        turned = torch.view_as_complex(pairs) * self.turn
+        return torch.view_as_real(turned).flatten(-2).to(hidden.dtype)
+
+
+class TrainedComplex(Cycle):
+    """A parameter of another dtype beside those in fp32."""
+
+    def make(self) -> nn.Module:
+        model = super().make()
+        model[1] = _Rotated(32, 64)  # type: ignore[index, operator]
+        return model
+
+
 class StateDict(DDPEager):
     """Returns a state dict, as a user does: with buffers, and tied parameters under both names."""
 

@@ -8,17 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.backends.base import installed_backends, registry
+from bench.backends.base import Backend, installed_backends, registry
+from bench.backends.deepspeed import DeepSpeedZero2Eager, ZeroBackend
+from bench.backends.fsdp2 import FSDP2Backend, FSDP2Eager
 from bench.commands.options import backend_names, duration, flag, list_of, share, split_names
 from bench.errors import InputError
 from bench.launch import gpus as launch_gpus
 from bench.launch.nodes import Nodes
 from bench.plan import matrix as matrix_file
-from bench.plan.cell import Device, Precision, Sharding
+from bench.plan.cell import Cell, Device, Precision, Sharding
 from bench.plan.expand import expand
 from bench.plan.matrix import Matrix
 from bench.run.start import Planned
 from bench.workload import preflight
+from bench.workload.preflight import Examined
 
 
 class MatrixOption(NamedTuple):
@@ -259,10 +262,11 @@ def planned(
     return _without_large_references(plan, num_nodes)
 
 
-def check_workloads(plan: Planned) -> None:
+def check_workloads(plan: Planned) -> Planned:
     """Check the workloads that are not shipped, each once in a process.
 
-    Raises InputError for an unfit one.
+    Returns the plan, in which cells are skipped whose backend cannot train such a model. Raises
+    InputError for an unfit one, or if no backend can.
     """
     by_size = sorted(plan.cells, key=lambda cell: cell.micro_batch_size, reverse=True)
     cells = {cell.workload: cell for cell in by_size}  # the smallest is what is left
@@ -271,7 +275,37 @@ def check_workloads(plan: Planned) -> None:
     if corpus != "markov":
         path = Path(corpus).resolve()
     shards = any(plan.backends[cell.backend].sharding is Sharding.PARAMS for cell in plan.cells)
-    preflight.require(cells, path, shards=shards)
+    in_bf16 = any(cell.precision is Precision.BF16 for cell in plan.cells)
+    found = preflight.require(cells, path, shards=shards, in_bf16=in_bf16)
+    refused: dict[str, str] = {}
+    compared = [cell for cell in plan.cells if not cell.is_reference]
+    for cell in compared:
+        if cell.workload in found:
+            reason = _refused(cell, plan.backends[cell.backend], found[cell.workload])
+            if reason:
+                refused[cell.cell_id] = reason
+    if compared and len(refused) == len(compared):
+        raise InputError(f"workload '{compared[0].workload}': {refused[compared[0].cell_id]}")
+    return replace(plan, skipped=plan.skipped | refused)
+
+
+def _refused(cell: Cell, backend: type[Backend], found: Examined) -> str:
+    """Why a backend cannot train a model in a cell; empty if nothing is known against it.
+
+    Wrappers may run the model under autocast in bf16, where it raises nothing.
+    """
+    of_copies = ""
+    if issubclass(backend, FSDP2Backend) and found.mixed_unit:
+        return f"FSDP2 needs one dtype of trained parameters in a unit: {found.mixed_unit}"
+    if issubclass(backend, ZeroBackend) and found.mixed:
+        return f"DeepSpeed needs one dtype of trained parameters: {found.mixed}"
+    if issubclass(backend, FSDP2Eager):
+        of_copies = found.on_copies_and_inputs
+    elif issubclass(backend, DeepSpeedZero2Eager):
+        of_copies = found.on_copies
+    if cell.precision is Precision.BF16 and of_copies:
+        return f"{of_copies}; cast its inputs to the dtype of its weight, or give --precision fp32"
+    return ""
 
 
 def _named_backends(matrix: Matrix) -> list[str]:
@@ -313,7 +347,7 @@ def _without_large_references(plan: Planned, num_nodes: int) -> Planned:
     for cell in plan.cells:
         if not (cell.is_reference and cell.cell_id in too_large):
             cells.append(cell)
-    return replace(plan, cells=cells, too_large=too_large)
+    return replace(plan, cells=cells, skipped=too_large)
 
 
 def _matrix(arguments: argparse.Namespace, *, on_gpus: bool) -> Matrix:

@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     plan = planned(arguments, arguments.on or ())
     if arguments.check:
-        check_workloads(plan)
+        plan = check_workloads(plan)
     skipped = _skipped(plan, has_everything=bool(arguments.on))
     guesses = estimate.costs(plan.cells, plan.gpus, skipped)
     print(_cells(plan, skipped, guesses))
@@ -76,13 +76,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _skipped(plan: Planned, *, has_everything: bool) -> dict[str, str]:
     """Why cells are not run, by cell id: on this machine, or on one with everything installed."""
     if not has_everything:
-        return blocks.skipped(plan.cells, plan.backends) | plan.too_large
+        return blocks.skipped(plan.cells, plan.backends) | plan.skipped
     found = {}
     for cell in plan.cells:
         reason = blocks.refusal(cell, plan.backends[cell.backend])
         if reason:
             found[cell.cell_id] = reason
-    return found | plan.too_large
+    return found | plan.skipped
 
 
 def _cells(plan: Planned, skipped: Mapping[str, str], guesses: Mapping[str, Cost]) -> str:

@@ -155,7 +155,7 @@ def _lead(arguments: argparse.Namespace, others: Nodes | None) -> int:
     if arguments.retry_failed:
         raise InputError("--retry-failed: works only with --resume RUN; add it")
     plan = planned(arguments, others=others)
-    check_workloads(plan)
+    plan = check_workloads(plan)
     if arguments.against:
         plan = _with_other_commit(plan, arguments.against, others)
     folder = arguments.out or new_folder(plan.matrix.name)
@@ -216,9 +216,9 @@ def _shared(plan: Planned) -> tuple[Planned, GpuSharing | None]:
         new = replace(cell, shared_nccl=cell.world.shares_gpus)
         cells.append(new)
         renamed[cell.cell_id] = new.cell_id
-    too_large = {renamed.get(name, name): reason for name, reason in plan.too_large.items()}
+    skipped = {renamed.get(name, name): reason for name, reason in plan.skipped.items()}
     once = [renamed.get(name, name) for name in plan.once]
-    return replace(plan, cells=cells, too_large=too_large, once=once), GpuSharing(over="NCCL")
+    return replace(plan, cells=cells, skipped=skipped, once=once), GpuSharing(over="NCCL")
 
 
 def _train(

@@ -21,7 +21,7 @@ from bench.formatting import plural, scientific, size, some
 from bench.judge import samples
 from bench.judge.as_benched import AS_BENCHED, as_benched
 from bench.judge.baseline import percent, widest
-from bench.judge.formulas import not_covered
+from bench.judge.formulas import layout_of, not_covered
 from bench.judge.loading import Run
 from bench.judge.pairs import ComparedPair, Pair, judge_pairs
 from bench.judge.pool import Pool
@@ -149,12 +149,22 @@ def _of_cell(run: Run, cell_id: str) -> Iterator[Finding]:
 
 
 def _not_covered(run: Run, cell_id: str) -> str:
-    """What the formulas do not cover of the first layout of a cell that is not covered."""
+    """What the formulas do not cover of the first layout of a cell that is not covered.
+
+    Or that no trial which counted has a layout.
+    """
+    has_counted, has_layout = False, layout_of(run.cells[cell_id]) is not None
     for record in run.records:
-        if record.cell_id != cell_id or record.layout is None:
+        if record.cell_id != cell_id:
             continue
+        has_counted = has_counted or record.collectives is not None
+        if record.layout is None:
+            continue
+        has_layout = True
         if what := not_covered(record.layout):
             return what
+    if has_counted and not has_layout:
+        return "the layout of the model was not recorded, as where one device cannot hold all of it"
     return ""
 
 

@@ -184,12 +184,12 @@ class RankTrial:
         """
         if not self.cell.world.computes or self.rank != 0:
             return None
-        model = self.workload.model().to(self.device)
         loss = self.workload.loss
         first = batches.part(self.data, range(1))
-        layout = record(model, self.workload.blocks(model), loss, first)
         is_bf16 = self.cell.precision is Precision.BF16
         try:
+            model = self.workload.model().to(self.device)
+            layout = record(model, self.workload.blocks(model), loss, first)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=is_bf16):
                 size = range(self.cell.micro_batch_size)
                 kept = overhang(model, loss, batches.part(self.data, size))

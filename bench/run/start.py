@@ -45,8 +45,9 @@ class Planned:
     """Ids of the cells with a single trial."""
     gpus: Sequence[Mapping[str, Any]] = ()
     """Those that the cells run on, as ``bench.launch.gpus`` has them; none on the CPU."""
-    too_large: dict[str, str] = field(default_factory=dict)
-    """Why cells do not fit into a GPU, by id; they are skipped."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Why cells are skipped, by id: too large for a GPU, or a model that the backend cannot
+    train."""
 
 
 def describe(backends: Mapping[str, type[Backend]]) -> dict[str, dict[str, str]]:
@@ -108,7 +109,7 @@ def create(
         settings=plan.matrix.settings,
         cells=tuple(cells),
         once=tuple(plan.once),
-        skipped=plan.too_large,
+        skipped=plan.skipped,
         remarks=remarks,
         lossy=lossy,
         predicted=Predicted(made=now(), peak_bytes=dict(peaks or {})),

@@ -13,10 +13,12 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bench.errors import InputError
 from bench.plan.cell import Cell, Device
@@ -45,19 +47,43 @@ class UnfitError(Exception):
     """What is wrong with a workload, in words that follow its name."""
 
 
-def require(cells: Mapping[str, Cell], corpus: Path | None, *, shards: bool) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Examined:
+    """What is wrong with a workload, in words that follow its name; empty where nothing is."""
+
+    wrong: str = ""
+    """For every backend."""
+    mixed: str = ""
+    """Where trained parameters must have one dtype."""
+    mixed_unit: str = ""
+    """Where those of a block, or of all else, must."""
+    on_copies: str = ""
+    """Where bf16 is computed on bf16 copies of the parameters, without autocast."""
+    on_copies_and_inputs: str = ""
+    """Where the inputs of the model and of each block are cast too."""
+
+
+def require(
+    cells: Mapping[str, Cell], corpus: Path | None, *, shards: bool, in_bf16: bool
+) -> dict[str, Examined]:
     """Check each workload of these cells, by name, that is not shipped.
 
-    ``shards``: whether a backend of the run shards parameters by blocks. Raises InputError for the
-    first unfit one.
+    ``shards``: whether a backend of the run shards parameters by blocks; ``in_bf16``: whether a
+    cell is in bf16. Returns what was found, by the same names. Raises InputError for the first one
+    that no backend can train.
     """
+    found: dict[str, Examined] = {}
     for name, cell in cells.items():
-        if name != LLAMA and cell.world.computes and (wrong := _ask(cell, corpus, shards=shards)):
-            raise InputError(f"workload '{name}': {wrong}")
+        if name == LLAMA or not cell.world.computes:
+            continue
+        found[name] = _ask(cell, corpus, shards=shards, in_bf16=in_bf16)
+        if found[name].wrong:
+            raise InputError(f"workload '{name}': {found[name].wrong}")
+    return found
 
 
-def _ask(cell: Cell, corpus: Path | None, *, shards: bool) -> str:
-    """What the process found: what is wrong, or nothing."""
+def _ask(cell: Cell, corpus: Path | None, *, shards: bool, in_bf16: bool) -> Examined:
+    """What the process found."""
     with tempfile.TemporaryDirectory() as folder:
         answer, log = Path(folder) / "answer.json", Path(folder) / "log"
         asked = {
@@ -65,6 +91,7 @@ def _ask(cell: Cell, corpus: Path | None, *, shards: bool) -> str:
             "corpus": corpus and str(corpus),
             "config": str(CONFIG_FILES.get(cell.workload, "")),
             "shards": shards,
+            "in_bf16": in_bf16,
             "answer": str(answer),
         }
         with log.open("wb") as output:
@@ -79,14 +106,14 @@ def _ask(cell: Cell, corpus: Path | None, *, shards: bool) -> str:
                     check=False,
                 ).returncode
             except subprocess.TimeoutExpired:
-                return (
-                    f"its check took longer than {LIMIT_S} s; it is a model, two samples and five "
-                    "losses"
+                return Examined(
+                    wrong=f"its check took longer than {LIMIT_S} s; it is a model, two samples and "
+                    "five losses"
                 )
         if answer.exists():
-            return str(json.loads(answer.read_text(encoding="utf-8")))
+            return Examined(**json.loads(answer.read_text(encoding="utf-8")))
         lines = log.read_text(errors="replace").strip().splitlines() or ["it wrote nothing"]
-        return f"its process ended with status {status}: {lines[-1]}"
+        return Examined(wrong=f"its process ended with status {status}: {lines[-1]}")
 
 
 def main(asked: str) -> None:
@@ -95,24 +122,23 @@ def main(asked: str) -> None:
     corpus, cell = given["corpus"] and Path(given["corpus"]), Cell.from_dict(given["cell"])
     if given["config"]:
         CONFIG_FILES[cell.workload] = Path(given["config"])
-    wrong = examine(cell, corpus, shards=given["shards"])
-    Path(given["answer"]).write_text(json.dumps(wrong), encoding="utf-8")
+    found = examine(cell, corpus, shards=given["shards"], in_bf16=given["in_bf16"])
+    Path(given["answer"]).write_text(json.dumps(asdict(found)), encoding="utf-8")
 
 
-def examine(cell: Cell, corpus: Path | None, *, shards: bool) -> str:
-    """What is wrong with the workload of a cell, in words.
+def examine(cell: Cell, corpus: Path | None, *, shards: bool, in_bf16: bool = False) -> Examined:
+    """What is wrong with the workload of a cell, and with ``in_bf16`` in bf16 too.
 
-    Empty if nothing is, or the device has no memory for it.
+    Nothing is if the device has no memory for it.
     """
     import torch
 
     try:
-        _Examination(cell, corpus, shards=shards).run()
+        return _Examination(cell, corpus, shards=shards, in_bf16=in_bf16).run()
     except UnfitError as error:
-        return str(error)
+        return Examined(wrong=str(error))
     except torch.OutOfMemoryError:
-        return ""
-    return ""
+        return Examined()
 
 
 @contextmanager
@@ -132,13 +158,13 @@ def _raising(what: str) -> Iterator[None]:
 
 
 class _Examination:
-    def __init__(self, cell: Cell, corpus: Path | None, *, shards: bool) -> None:
+    def __init__(self, cell: Cell, corpus: Path | None, *, shards: bool, in_bf16: bool) -> None:
         """The cell with the smallest micro-batches of the run."""
         import torch
 
         from bench.workload import load
 
-        self._shards = shards
+        self._shards, self._in_bf16 = shards, in_bf16
         self._micro_batch_size = cell.micro_batch_size
         self._device = torch.device("cpu")
         if cell.device is Device.CUDA and torch.cuda.is_available():
@@ -146,7 +172,9 @@ class _Examination:
         with _raising("its factory"):
             self._workload: Workload = load(cell, corpus)
 
-    def run(self) -> None:
+    def run(self) -> Examined:
+        import torch
+
         self._check_numbers()
         model = self._model()
         batch = self._samples()
@@ -155,6 +183,67 @@ class _Examination:
         self._check_blocks(model, called)
         self._check_mean(model, batch)
         self._check_gradients(model, batch)
+        blocks = list(self._workload.blocks(model))
+        inside = {id(p) for block in blocks for p in block.parameters()}
+        units = [block.parameters() for block in blocks]
+        units.append(p for p in model.parameters() if id(p) not in inside)
+        names = {id(p): name for name, p in model.named_parameters()}
+        found = Examined(
+            mixed=_mixed(model.parameters(), names),
+            mixed_unit=next(filter(None, (_mixed(unit, names) for unit in units)), ""),
+        )
+        if not self._in_bf16:
+            return found
+        model.zero_grad()
+        for p in model.parameters():  # nothing needs the fp32 ones any more
+            if p.is_floating_point():
+                p.data = p.data.to(torch.bfloat16)
+        return replace(
+            found,
+            on_copies=self._raised_in_bf16(model, (), batch),
+            on_copies_and_inputs=self._raised_in_bf16(model, [model, *blocks], batch),
+        )
+
+    def _raised_in_bf16(self, model: nn.Module, cast: Sequence[nn.Module], batch: Batch) -> str:
+        """What a loss raises on bf16 parameters, with its module; empty if nothing.
+
+        Inputs of the modules ``cast`` are cast too, as by ``MixedPrecisionPolicy.cast_forward_inputs``.
+        """
+        import torch
+        from torch.utils._pytree import tree_map_only
+
+        def cast_inputs(_: nn.Module, *inputs: object) -> Any:
+            return tree_map_only(torch.Tensor, _to_bf16, inputs)
+
+        running: list[str] = []
+        handles: list[RemovableHandle] = []
+
+        def left(*_: object) -> None:
+            running.pop()
+
+        for name, module in model.named_modules():
+            entered = partial(lambda name, *_: running.append(name), name)
+            handles += [
+                module.register_forward_pre_hook(entered),
+                module.register_forward_hook(left),
+            ]
+        for module in cast:
+            handles.append(module.register_forward_pre_hook(cast_inputs, with_kwargs=True))
+        try:
+            self._workload.loss(model, batch)
+        except torch.OutOfMemoryError:
+            return ""
+        except Exception as error:
+            where = "loss()"
+            if running:
+                kind = type(model.get_submodule(running[-1])).__name__
+                where = f"its module '{running[-1]}' ({kind})"
+            text = " ".join(str(error).split())
+            return f"{where} raises {type(error).__name__} with bf16 weights: {text}"
+        finally:
+            for handle in handles:
+                handle.remove()
+        return ""
 
     def _check_numbers(self) -> None:
         workload = self._workload
@@ -395,6 +484,27 @@ class _Examination:
     def _backward(self, model: nn.Module, batch: Batch) -> None:
         with _raising("the backward of loss()"):
             self._loss(model, batch).backward()
+
+
+def _to_bf16(tensor: Tensor) -> Tensor:
+    import torch
+
+    if tensor.is_floating_point():
+        return tensor.to(torch.bfloat16)
+    return tensor
+
+
+def _mixed(parameters: Iterable[nn.Parameter], names: Mapping[int, str]) -> str:
+    """The first of these parameters that is trained in another dtype than fp32 beside others.
+
+    In words; empty if there is none.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    if len({p.dtype for p in trained}) < 2:
+        return ""
+    other = next(p for p in trained if str(p.dtype) != "torch.float32")
+    dtype = str(other.dtype).removeprefix("torch.")
+    return f"its parameter '{names[id(other)]}' is {dtype}, others beside it are float32"
 
 
 def _random_state(device: torch.device) -> tuple[object, ...]:

@@ -167,3 +167,12 @@ def test_loops_that_were_compared_with_bare_ones_are_named_beside_their_comparis
     found = [finding.text for finding in data.findings if finding.topic == "bare loops"]
     assert len(found) == ("fsdp2-deferred" in backends)
     assert all(name in text for text in found for name in backends)
+
+
+@pytest.mark.parametrize("workload", ["mine:Own", "llama"])
+def test_bytes_without_a_layout_to_hold_them_against_are_told(workload: str) -> None:
+    cell = make_cell(backend="ddp-deferred", workload=workload)
+    run = judged_run([make_record(cell)], make_manifest([cell]))
+    notes = [finding.text for finding in Analysis(run=run).findings]
+    told = [text for text in notes if "the layout of the model was not recorded" in text]
+    assert len(told) == (workload != "llama"), notes

@@ -152,7 +152,7 @@ UNFIT = {
 @pytest.mark.parametrize("name", ["Cycle", "Odd", *UNFIT])
 def test_what_breaks_a_comparison_is_found_before_it(name: str) -> None:
     cell = make_cell(workload=f"tests.own_workload:{name}", model="1", sequence_length=16)
-    assert re.match(UNFIT.get(name, "$"), examine(cell, None, shards=True))
+    assert re.match(UNFIT.get(name, "$"), examine(cell, None, shards=True).wrong)
 
 
 @pytest.mark.parametrize("command", [("run", "--out", "run"), ("plan", "--check")])
@@ -165,6 +165,32 @@ def test_an_unfit_workload_is_refused_in_one_line_before_any_trial(
     assert found.returncode == 2
     assert line.startswith("bench: workload 'tests.own_workload:DropsOut': its module '2'"), line
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("workload", "precision", "words"),
+    [
+        ("NormInFp32", "bf16", "its module '2' (_NormInFp32) raises RuntimeError with bf16 "),
+        ("NormInFp32", "fp32", ""),
+        ("TrainedComplex", "fp32", "its parameter '1.turn' is complex64, others beside it are "),
+        ("Odd", "bf16", ""),
+    ],
+)
+def test_backends_that_cannot_train_the_dtypes_of_a_model_are_skipped(
+    tmp_path: Path, workload: str, precision: str, words: str
+) -> None:
+    options = ("--workload", f"tests.own_workload:{workload}", "--precision", precision)
+    refused, other = ["fsdp2-eager", "deepspeed-zero2-eager"], "ddp-deferred"
+    check = ("plan", "--check", *options, "--accumulate", "1", "--backend")
+    found = bench(*check, ",".join([other, *refused]), cwd=tmp_path)
+    skipped = {line.split()[1] for line in found.stdout.splitlines() if "skipped: " in line}
+    assert found.returncode == 0, found.stderr
+    assert skipped == (set(refused) if words else set()), found.stdout
+    assert words in found.stdout
+    alone = bench(*check, "fsdp2-eager", cwd=tmp_path)
+    assert alone.returncode == (2 if words else 0)
+    assert words in alone.stderr
+    assert alone.stderr.count("\n") == bool(words), alone.stderr
 
 
 @pytest.mark.parametrize(
