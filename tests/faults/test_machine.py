@@ -57,7 +57,8 @@ def test_a_full_disk_ends_the_run_and_costs_no_finished_trial(tmp_path: Path) ->
         assert ended.process.stderr.startswith("bench: ") and ended.process.stderr.count("\n") == 1
         assert "No space left on device" in ended.process.stderr or "full" in ended.process.stderr
         assert before[0] == ("reference", "ok"), "what was finished is kept"
-        assert len(before) == 1, "no trial is begun, or judged, that the disk had no room for"
+        # The time at which a run is begun decides, beside its seed, whether f-sound comes before.
+        assert before[1:] in ([], [("f-sound", "ok")]), "none is judged that had no room"
         assert (disk.seen / "trials.jsonl").read_bytes().startswith(journal)
         assert found == {"reference": "ok", "f-fills-disk": "crashed", "f-sound": "ok"}
         check_beside(resumed)

@@ -6,6 +6,7 @@ import argparse
 import datetime
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +29,7 @@ DATA = PAGE.with_suffix(".json")
 """What the parts found, by name."""
 HEADING = "## What was tried\n"
 WHERE = """\
-Written by `nox -s hosts`. Hosts are network namespaces on one machine, joined by virtual links, under a real Slurm.
+Written by `nox -s hosts`. Hosts are network namespaces on one machine, joined by virtual links, under Slurm.
 They share a kernel, and train the smoke matrix over gloo. Nothing was run on several machines, or over NCCL between
 hosts. [hosts.json](hosts.json) has what nodes say of jobs that cannot start.
 """
@@ -56,6 +57,7 @@ PARTS = {
     "four": Part("All hosts", FOUND, parts.four),
     "faults": Part("Harm to host b while a trial runs", ("harm", "result"), parts.faults),
     "interrupts": Part("Interrupts at random moments, and `--resume`", FOUND, parts.interrupts),
+    "batch": Part("The batch script", FOUND, parts.batch),
     "refusals": Part(
         "Jobs that cannot start",
         ("wrong with node 1", "node 0 says", "node 1 says", "exit status", "left behind"),
@@ -79,23 +81,32 @@ def try_(name: str, on: parts.Hosts) -> dict[str, Any]:
         "date": str(datetime.datetime.now(datetime.UTC).date()),
         "commit": f"{str(git['commit'])[:12]}{'' if git['clean'] else ' with changes'}",
         "cores": os.cpu_count(),
+        "slurm": slurm_version(),
         "minutes": round((time.monotonic() - began) / 60),
         "rows": [{"cells": row.cells, "good": row.good} for row in rows],
     }
 
 
+def slurm_version() -> str:
+    """Name and version, such as ``Slurm 22.05.8``."""
+    told = subprocess.run(["slurmd", "-V"], stdout=subprocess.PIPE, text=True, check=True)
+    return f"Slurm {told.stdout.split()[-1]}"
+
+
 def page(head: str, data: Mapping[str, Any]) -> str:
     """The page: what is written by hand, then a subsection for each part that was tried."""
     tried = {name: data[name] for name in PARTS if name in data}
-    times = {_when(found) for found in tried.values()}
     lines = [HEADING, WHERE]
-    if len(times) == 1:
-        lines += [*times, ""]
+    mostly = ""
+    if times := Counter(_when(found) for found in tried.values()):
+        mostly, _ = times.most_common(1)[0]
+        unless = ", unless said below" * (len(times) > 1)
+        lines += [f"{mostly}{unless}.", ""]
     for name, found in tried.items():
         part = PARTS[name]
         lines += [f"### {part.title}", ""]
-        if len(times) > 1:
-            lines += [_when(found), ""]
+        if _when(found) != mostly:
+            lines += [f"{_when(found)}.", ""]
         shown = [place for place, title in enumerate(part.header) if title not in part.unshown]
         rows = [[*row["cells"][:-1], _result(row)] for row in found["rows"]]
         titles = [part.header[place] for place in shown]
@@ -131,13 +142,16 @@ def _counted(rows: Sequence[list[str]]) -> list[list[str]]:
 
 
 def _when(found: Mapping[str, Any]) -> str:
-    return f"On {found['date']}, at commit {found['commit']}, on {found['cores']} cores."
+    slurm = f", by {found['slurm']}" if "slurm" in found else ""
+    return f"On {found['date']}, at commit {found['commit']}, on {found['cores']} cores{slurm}"
 
 
 def _result(row: Mapping[str, Any]) -> str:
     """What came of it; backends that are invalid for the same reason are named together."""
     parts_of: dict[str, list[str]] = {}
     for part in row["cells"][-1].split("; "):
+        if part.startswith("so "):  # what follows from the part before
+            continue
         backend, _, reason = part.rpartition(" is invalid: ")
         parts_of.setdefault(reason, []).append(backend)
     told = [
@@ -165,7 +179,8 @@ def main() -> None:
     ):
         for name in arguments.only:
             try:
-                data = json.loads(DATA.read_text(encoding="utf-8")) | {name: try_(name, on)}
+                found = try_(name, on)
+                data = json.loads(DATA.read_text(encoding="utf-8")) | {name: found}
                 DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
                 PAGE.write_text(
                     page(PAGE.read_text(encoding="utf-8").partition(HEADING)[0], data),

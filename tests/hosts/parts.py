@@ -22,6 +22,7 @@ import psutil
 
 from bench.judge.loading import load
 from bench.judge.tables import rows_of
+from bench.launch.job_nodes import SECRET
 from bench.plan.cell import Status
 from bench.plan.matrix import FOLDER
 from bench.run.journal import JOURNAL, MANIFEST, Journal, read_document
@@ -29,6 +30,7 @@ from tests.conftest import ROOT, until
 from tests.faults.leaks import Leaks
 from tests.hosts.rig import Rig, rig
 
+SCRIPT = ROOT / "docs" / "hosts.sbatch"
 RUN_S, END_S = 3600.0, 300.0
 """How long a run may take, and what ends by itself after it; generous, since the machine may be busy."""
 FEW = (
@@ -83,6 +85,26 @@ class Hosts:
                 command, env=self._environment, stdout=log, stderr=log, cwd=self.folder
             )
 
+    def submit(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """docs/hosts.sbatch on the first two hosts; ends with the job."""
+        options = ("--wait", "--gpus-per-node=0", f"--output={self.log}", str(SCRIPT))
+        environment = {
+            name: value
+            for name, value in self._environment.items()
+            if name not in {"MASTER_ADDR", SECRET}
+        }
+        return subprocess.Popen(
+            self.rig.inside(self.rig.hosts[0], "sbatch", *options, *arguments),
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            cwd=self.folder,
+        )
+
+    def cancel(self) -> None:
+        """End all jobs as Slurm does at their time limit."""
+        command = self.rig.inside(self.rig.hosts[0], "scancel", "--user=root")
+        subprocess.run(command, env=self._environment, check=True)
+
     def fresh(self, name: str, *options: str, **how: Any) -> subprocess.Popen[bytes]:
         """The smoke matrix into a new folder. No trial is ended for its time, since the machine may be busy."""
         limits = ("--timeout", "1800", "--inactivity", "600")
@@ -94,9 +116,14 @@ class Hosts:
         """The exit status and the folder of a run to its end."""
         return self.fresh(name, *options, **how).wait(RUN_S), self.folder / name
 
-    def resume(self, folder: Path, kept: bytes) -> tuple[str, bool]:
+    def resume(
+        self,
+        folder: Path,
+        kept: bytes,
+        start: Callable[..., subprocess.Popen[bytes]] | None = None,
+    ) -> tuple[str, bool]:
         """Run what is left of a run; what came of it, and whether every trial is ok and none was lost."""
-        status = self.start("--resume", str(folder)).wait(RUN_S)
+        status = (start or self.start)("--resume", str(folder)).wait(RUN_S)
         records = Journal(folder).read()
         latest = {(record["cell_id"], record["repeat"]): record["status"] for record in records}
         ok = Counter(
@@ -118,12 +145,13 @@ class Hosts:
         return self.folder / "log.txt"
 
     def messages(self, node: int) -> list[str]:
-        """The messages of a node in the last run."""
+        """The messages of a node in the last run, without those that say whom it waits for or follows."""
         found = self.log.read_text(errors="replace").splitlines()
         return [
             line[3:]
             for line in found
-            if line.startswith(f"{node}: bench: ") and "leads" not in line
+            if line.startswith(f"{node}: bench: ")
+            and not any(word in line for word in (": waiting for ", "leads"))
         ]
 
     def bench(self, node: int) -> psutil.Process | None:
@@ -312,6 +340,34 @@ def interrupts(on: Hosts) -> Iterator[Row]:
         yield Row(("the run after them", told), good)
 
 
+def batch(on: Hosts) -> Iterator[Row]:
+    """The batch script of docs, as it is but without GPUs, ended by Slurm and resumed.
+
+    MASTER_ADDR is not set: node 1 finds the head by its name in Slurm's list of nodes.
+    """
+    names = on.folder / "names"
+    names.write_text(
+        "127.0.0.1 localhost\n"
+        + "".join(f"{on.rig.address(host)} {host}\n" for host in on.rig.hosts)
+    )
+    subprocess.run(["mount", "--bind", str(names), "/etc/hosts"], check=True)
+    try:
+        folder = on.folder / "batch"
+        limits = ("--timeout", "1800", "--inactivity", "600")
+        process = on.submit("--matrix", str(on.matrix), *limits, *FEW, "--out", str(folder))
+        until(lambda: journal(folder).count(b"\n") >= 2 or process.poll() is not None, RUN_S)
+        kept = journal(folder)
+        on.cancel()
+        ended = process.wait(END_S) != 0
+        left = on.leaks.left(END_S)
+        told, good = on.resume(folder, kept, on.submit)
+        what = "`scancel` after two trials, and submitted again with `--resume`"
+        words = f"{_nothing(left)} left on any host; {told}"
+        yield Row((what, words), good and ended and not left)
+    finally:
+        subprocess.run(["umount", "/etc/hosts"], check=True)
+
+
 def _reach(folder: Path) -> float:
     """Seconds until a new run has had two trials."""
     began = time.monotonic()
@@ -327,14 +383,15 @@ def _interrupt(on: Hosts, process: subprocess.Popen[bytes], number: signal.Signa
 
 
 def refusals(on: Hosts) -> Iterator[Row]:
-    """Jobs that cannot start: what both nodes print, in one line each, and how they end."""
+    """Jobs that cannot start: what both nodes print, and how they end."""
     fake, tree = on.folder / "fake", on.folder / "tree"
     (fake / "torch-2.0.0.dist-info").mkdir(parents=True)
     (fake / "torch-2.0.0.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: torch\nVersion: 2.0.0\n"
     )
     shutil.copytree(ROOT / "bench", tree / "bench", ignore=shutil.ignore_patterns("__pycache__"))
-    (tree / "bench" / "launch" / "extra.py").write_text('"""One module more."""\n')
+    with (tree / "bench" / "launch" / "job_nodes.py").open("a") as changed:
+        changed.write("EXTRA = 1\n")
     cases = {
         "another torch": (
             f"export PYTHONPATH={fake}:{ROOT}",
@@ -375,8 +432,8 @@ def refusals(on: Hosts) -> Iterator[Row]:
         left = on.leaks.left(END_S)
         good = (
             status == 2
-            and len(told[0]) == 1
-            and expected in told[0][0]
+            and len(told[0]) > 0
+            and expected in told[0][-1]
             and not folder.exists()
             and not left
         )
