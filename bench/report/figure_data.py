@@ -13,7 +13,7 @@ import pandas as pd
 
 from bench.formatting import plural, some
 from bench.judge.analysis import Analysis
-from bench.judge.caveats import link_words
+from bench.judge.caveats import GLOO_SCATTERS, link_words, scatters_over_gloo
 from bench.judge.columns import AXES, FOLLOWS, WAYS, differing
 from bench.judge.statistics import Array
 from bench.judge.tables import Value, rows_of
@@ -180,6 +180,8 @@ class FigureData:
                     "Their intervals include how the machines of the runs differ; verdicts are on "
                     "ratios within a run."
                 )
+        if timed and not ratios and not of_first:
+            notes += self._cost_of_gloo()
         if not timed:
             for world in worlds:
                 text = world.caveat
@@ -188,6 +190,13 @@ class FigureData:
         if kinds == {"virtual"}:
             title += " (virtual world)"
         return FigureWords(title, self._work_text(), self.footer, notes)
+
+    def _cost_of_gloo(self) -> list[str]:
+        """A sentence if eager and deferred sync are compared where gloo reduces and scatters."""
+        for eager, _ in sync_pairs(self.timed):
+            if scatters_over_gloo(self.analysis.run, eager):
+                return [f"{GLOO_SCATTERS[0].upper()}{GLOO_SCATTERS[1:]}."]
+        return []
 
     def _work_text(self) -> str:
         """Model, batch, precision and optimizer; the link too, if every cell has one rank."""

@@ -223,6 +223,16 @@ def test_cells_without_a_bar_or_a_point_are_explained() -> None:
         assert note in found[stem].words.notes
 
 
+def test_figures_of_deferred_against_eager_times_say_what_of_them_is_gloos() -> None:
+    notes = {stem: " ".join(each.words.notes) for stem, each in drawings_of("cpu").items()}
+    assert {stem for stem in notes if "gloo's own cost" in notes[stem]} == {
+        "memory_vs_time",
+        "step_time",
+    }
+    on_a_gpu = drawings(load(RESULTS / "h100-1b")).values()
+    assert not any("gloo" in " ".join(drawing.words.notes) for drawing in on_a_gpu)
+
+
 def test_points_at_one_place_can_be_told_apart() -> None:
     axes = drawings_of("cpu")["memory_vs_time"].figure.axes[1]
     fsdp2 = [
