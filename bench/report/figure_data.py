@@ -20,7 +20,12 @@ from bench.judge.tables import Value, rows_of
 from bench.plan.cell import Status, Sync
 from bench.report import style
 from bench.report.canvas import FigureWords, PointName
-from bench.report.descriptions import eager_and_deferred, machine_words, parameters
+from bench.report.descriptions import (
+    eager_and_deferred,
+    machine_words,
+    parameters,
+    without_sync,
+)
 
 Item = TypeVar("Item")
 CONTEXT = [*WAYS, "world_size", "world", "precision"]
@@ -192,11 +197,14 @@ class FigureData:
         return FigureWords(title, self._work_text(), self.footer, notes)
 
     def _cost_of_gloo(self) -> list[str]:
-        """A sentence if eager and deferred sync are compared where gloo reduces and scatters."""
+        """A sentence on the backends of both syncs whose eager one reduce-scatters over gloo."""
+        names = []
         for eager, _ in sync_pairs(self.timed):
             if scatters_over_gloo(self.analysis.run, eager):
-                return [f"{GLOO_SCATTERS[0].upper()}{GLOO_SCATTERS[1:]}."]
-        return []
+                names.append(without_sync(self.analysis.rows[eager].backend))
+        if not names:
+            return []
+        return [f"{some(names)}: {GLOO_SCATTERS}."]
 
     def _work_text(self) -> str:
         """Model, batch, precision and optimizer; the link too, if every cell has one rank."""
