@@ -125,7 +125,10 @@ TITAN = "torchtitan-eager"
 
 
 def _waits(backend: str) -> bool:
-    """Whether a partial window is left to DeepSpeed's engine, alone or under Lightning, or to torchtitan's loop."""
+    """Whether a partial window is left to DeepSpeed's engine, alone or under Lightning, or to torchtitan's loop.
+
+    With a prepared loader: Accelerate leaves that of one's own open, too.
+    """
     of_engine = backend.startswith(("deepspeed-", "lightning-deepspeed-"))
     return backend == TITAN or (of_engine and not backend.endswith("-deferred"))
 
@@ -139,7 +142,9 @@ def last_window(m: Measured) -> Judged:
     weight = min(m.weights("partial-window", PLAIN))
     waiting = set(filter(_waits, m.backends_of("partial-window")))
     without = set(m.without_step("partial-window", 6))
-    return only(without == waiting and mixed > 0, true(ddp < 6)), {
+    unprepared = set(m.backends_of("own-loader", "accelerate-"))
+    is_left = bool(unprepared) and unprepared.issubset(m.without_step("own-loader", 6))
+    return only(without == waiting and is_left and mixed > 0, true(ddp < 6)), {
         "ddp": ddp,
         "engine": engine,
         "mixed": mixed,

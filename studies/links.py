@@ -211,8 +211,10 @@ def draw(study: Study) -> Drawing:
         f"runs {some([data.run.name for data in study.data])}; {footer.partition('; ')[2]}",
         [
             "Vertical lines are 95 % intervals over trials. Filled: shown to be faster than the eager backend of the "
-            "same sharding, by the verdict; hollow: not shown. At N = 1 there is nothing to defer. Rates are not to "
-            "scale, and the backends at a rate stand side by side.",
+            "same sharding, by the verdict; hollow: no such verdict. At N = 1 there is nothing to defer. Rates are not "
+            "to scale, and the backends at a rate stand side by side.",
+            "Of FSDP2 and HSDP: gloo reduces and scatters by a copy and an all-reduce, so what deferring saves is "
+            "partly gloo's own cost.",
         ],
     )
     keys: list[style.Key] = [

@@ -54,11 +54,12 @@ CONTROL = "divisible"
 INTRODUCTION = """\
 Each backend trains a model with one weight per use of a sample, by SGD with learning rate 1, so an update changes \
 each weight by the coefficient of that sample's gradient. The right update is that of the window in one batch, whose \
-coefficients sum to 1. [`audit`](audit.md) finds what a script of your own computes.
+coefficients sum to 1.
 
-A verdict is wrong, and **bold**, if an update is not the full-batch gradient of any set of samples, or if samples, \
-steps or counters are not what they should be. With any other verdict each update is that of some samples, perhaps \
-not of those meant. In `zero-grad` and `engine-n` the script itself makes a mistake.
+A verdict is wrong, and **bold**, if an update is not the full-batch gradient of any set of samples, if samples \
+before the last update are lost, if training fails or ends late, or if a counter of updates is wrong. With any other \
+verdict each update is that of some samples, perhaps not of those meant. In `zero-grad` and `engine-n` the script \
+itself makes a mistake; an update of half a window, *cleared* by it, is a note.
 
 Numbers are an update's sum relative to the right one (*divided twice*, *under-weighted*, *over-weighted*, *cleared*, \
 *leaks*), samples that reach no update (*lost*, *left open*), updates that mix epochs (*carried over*), and the factor \

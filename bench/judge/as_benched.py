@@ -31,11 +31,11 @@ def as_benched(cell: Cell) -> tuple[str, ...]:
     backend = built_in().get(cell.backend)
     if backend is None:
         return ()
-    return tuple(_changes(backend, cell.device))
+    return tuple(_changes(backend, cell))
 
 
-def _changes(backend: type[Backend], device: Device) -> Iterator[str]:
-    is_on_cpu = device is Device.CPU
+def _changes(backend: type[Backend], cell: Cell) -> Iterator[str]:
+    is_on_cpu = cell.device is Device.CPU
     if issubclass(backend, LightningDeepSpeedZero2) and is_on_cpu:
         yield "a subclass of Lightning's DeepSpeedStrategy, without its check for CUDA"
     if issubclass(backend, LightningBackend) and backend.loss_factor:
@@ -48,12 +48,19 @@ def _changes(backend: type[Backend], device: Device) -> Iterator[str]:
         yield "DDP without bucket views, unlike others: no argument of Trainer sets them"
     if issubclass(backend, TorchtitanEager):
         yield "torchtitan's Trainer without its constructor: its loop over the bench's parts"
-    if issubclass(backend, ZeroBackend) and not backend.own_defaults:
-        yield "buckets and gathers sized like DDP's and FSDP2's, not DeepSpeed's defaults"
-    if issubclass(backend, ZeroStage3) and not is_on_cpu:
-        yield "gathers wait for the update, by a hook of the bench"
+    if issubclass(backend, ZeroBackend):
+        yield from _changes_in_zero(backend, cell)
     if issubclass(backend, DDPBackend) and not is_on_cpu:
         yield "DDP's run-time statistics are off, for which the host would wait"
+
+
+def _changes_in_zero(backend: type[ZeroBackend], cell: Cell) -> Iterator[str]:
+    if not backend.own_defaults:
+        yield "buckets and gathers sized like DDP's and FSDP2's, not DeepSpeed's defaults"
+    if cell.optimizer.startswith("adamw"):
+        yield "torch's AdamW, as in all backends, not DeepSpeed's own"
+    if issubclass(backend, ZeroStage3) and cell.device is not Device.CPU:
+        yield "gathers wait for the update, by a hook of the bench"
 
 
 def notes_between(pairs: Iterable[tuple[Cell, Cell]]) -> list[str]:

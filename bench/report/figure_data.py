@@ -13,14 +13,19 @@ import pandas as pd
 
 from bench.formatting import plural, some
 from bench.judge.analysis import Analysis
-from bench.judge.caveats import link_words
+from bench.judge.caveats import GLOO_SCATTERS, link_words, scatters_over_gloo
 from bench.judge.columns import AXES, FOLLOWS, WAYS, differing
 from bench.judge.statistics import Array
 from bench.judge.tables import Value, rows_of
 from bench.plan.cell import Status, Sync
 from bench.report import style
 from bench.report.canvas import FigureWords, PointName
-from bench.report.descriptions import eager_and_deferred, machine_words, parameters
+from bench.report.descriptions import (
+    eager_and_deferred,
+    machine_words,
+    parameters,
+    without_sync,
+)
 
 Item = TypeVar("Item")
 CONTEXT = [*WAYS, "world_size", "world", "precision"]
@@ -180,6 +185,8 @@ class FigureData:
                     "Their intervals include how the machines of the runs differ; verdicts are on "
                     "ratios within a run."
                 )
+        if timed and not ratios and not of_first:
+            notes += self._cost_of_gloo()
         if not timed:
             for world in worlds:
                 text = world.caveat
@@ -188,6 +195,16 @@ class FigureData:
         if kinds == {"virtual"}:
             title += " (virtual world)"
         return FigureWords(title, self._work_text(), self.footer, notes)
+
+    def _cost_of_gloo(self) -> list[str]:
+        """A sentence on the backends of both syncs whose eager one reduce-scatters over gloo."""
+        names = []
+        for eager, _ in sync_pairs(self.timed):
+            if scatters_over_gloo(self.analysis.run, eager):
+                names.append(without_sync(self.analysis.rows[eager].backend))
+        if not names:
+            return []
+        return [f"{some(names)}: {GLOO_SCATTERS}."]
 
     def _work_text(self) -> str:
         """Model, batch, precision and optimizer; the link too, if every cell has one rank."""

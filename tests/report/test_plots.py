@@ -223,6 +223,19 @@ def test_cells_without_a_bar_or_a_point_are_explained() -> None:
         assert note in found[stem].words.notes
 
 
+def test_figures_of_deferred_against_eager_times_say_what_of_them_is_gloos() -> None:
+    told = {
+        stem: note.partition(": ")[0]
+        for stem, drawing in drawings_of("cpu").items()
+        for note in drawing.words.notes
+        if "gloo's own cost" in note
+    }
+    whose = "deepspeed-zero3 and fsdp2"  # ZeRO-2 all-reduces
+    assert told == {"memory_vs_time": whose, "step_time": whose}
+    on_a_gpu = drawings(load(RESULTS / "h100-1b")).values()
+    assert not any("gloo" in " ".join(drawing.words.notes) for drawing in on_a_gpu)
+
+
 def test_points_at_one_place_can_be_told_apart() -> None:
     axes = drawings_of("cpu")["memory_vs_time"].figure.axes[1]
     fsdp2 = [

@@ -178,5 +178,8 @@ def test_notes_on_a_backend_are_short_and_hold_on_its_device() -> None:
     assert ["DeepSpeedStrategy" in words for words in of_lightning] == [True]
     corrected = found["lightning-deepspeed-zero2-corrected cuda"]
     assert len(corrected - found["lightning-deepspeed-zero2 cuda"]) == 1
+    assert any("AdamW" in words for words in found["deepspeed-zero2-defaults-eager cpu"])
+    sgd = as_benched(make_cell(backend="deepspeed-zero2-eager", optimizer="sgd"))
+    assert not any("AdamW" in words for words in sgd)
     assert found["hf-trainer-ddp cpu"] and found["torchtitan-eager cpu"]
     assert not found["fsdp2-eager cpu"] | found["fsdp2-eager cuda"] | found["ddp-eager cpu"]
