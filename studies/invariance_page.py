@@ -222,12 +222,15 @@ def _by_finding(cases: Sequence[SplitCase]) -> list[tuple[str, str]]:
     return rows
 
 
-def _cost(found: dict[str, Any]) -> str:
+def _cost(found: Sequence[dict[str, float]]) -> str:
+    usual, short = found
     return (
-        f"On a model of {found['parameters'] / 1e6:.0f} million parameters (AdamW, clipping, {found['tokens']:,} "
-        f"tokens per update in {found['accumulate']} micro-batches, one thread of a CPU), the recorder takes "
-        f"{100 * found['share']:.1f} % of the time of an update that is sampled: {found['recorder_s']:.1f} s of "
-        f"{found['window_s']:.0f} s. Afterwards it looks at one flag per backward, step and batch."
+        f"On a model of {usual['parameters'] / 1e6:.0f} million parameters (AdamW, clipping, {usual['tokens']:,.0f} "
+        f"tokens per update in {usual['accumulate']} micro-batches as in `gpu`, one thread of a CPU), the recorder "
+        f"takes {100 * usual['share']:.1f} % of the time of an update that is sampled: {usual['recorder_s']:.1f} s of "
+        f"{usual['window_s']:.0f} s. It reads states, so with {short['tokens']:,.0f} tokens it takes "
+        f"{short['recorder_s']:.1f} s, too, which then are {100 * short['share']:.1f} %. Afterwards it looks at one "
+        "flag per backward, step and batch."
     )
 
 

@@ -14,15 +14,22 @@ from bench.audit.invariance.split_runs import read
 
 COST = "cost at 135m"
 ROOT = Path(__file__).resolve().parents[2]
-ACCUMULATE, ROWS, LENGTH, UPDATES = 4, 2, 128, 1
+ACCUMULATE, UPDATES = 4, 1
+MICRO_BATCHES = ((8, 256), (2, 128))
+"""Rows and tokens per row: those of the matrix ``gpu`` at N = 4, and a short one."""
 
 
-def measure() -> dict[str, float]:
+def measure() -> list[dict[str, float]]:
+    """What the recorder costs an update with micro-batches of each size."""
+    return [_measure(rows, length) for rows, length in MICRO_BATCHES]
+
+
+def _measure(rows: int, length: int) -> dict[str, float]:
     """Train with the recorder, and return its share of the time of a sampled update, in seconds and as a ratio."""
     with tempfile.TemporaryDirectory() as name:
         ours = audited_command.environment(Path(name), UPDATES) | {"BENCH_AUDIT_FOR": "invariance"}
         paths = f"{ours['PYTHONPATH']}{os.pathsep}{ROOT}"
-        command = [sys.executable, "-m", "tests.invariance.cost"]
+        command = [sys.executable, "-m", "tests.invariance.cost", str(rows), str(length)]
         output = subprocess.run(
             command,
             env=ours | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
@@ -35,7 +42,7 @@ def measure() -> dict[str, float]:
     seconds, parameters = map(float, output.split()[-2:])
     return {
         "parameters": parameters,
-        "tokens": ACCUMULATE * ROWS * LENGTH,
+        "tokens": ACCUMULATE * rows * length,
         "accumulate": ACCUMULATE,
         "recorder_s": rank.finish.seconds / UPDATES,
         "window_s": seconds / UPDATES,
@@ -43,8 +50,8 @@ def measure() -> dict[str, float]:
     }
 
 
-def train() -> None:
-    """Train, and print the CPU seconds of all updates, and the number of parameters."""
+def train(rows: int, length: int) -> None:
+    """Train, and print the seconds of all updates, and the number of parameters."""
     import torch
     from torch.nn.functional import cross_entropy
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -64,9 +71,9 @@ def train() -> None:
     begin = time.perf_counter()
     for _ in range(UPDATES):
         for _ in range(ACCUMULATE):
-            rows = torch.randint(49152, (ROWS, LENGTH + 1))
-            scores = net(rows[:, :-1]).logits.flatten(0, 1)
-            (cross_entropy(scores, rows[:, 1:].flatten()) / ACCUMULATE).backward()
+            batch = torch.randint(49152, (rows, length + 1))
+            scores = net(batch[:, :-1]).logits.flatten(0, 1)
+            (cross_entropy(scores, batch[:, 1:].flatten()) / ACCUMULATE).backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -74,4 +81,4 @@ def train() -> None:
 
 
 if __name__ == "__main__":
-    train()
+    train(int(sys.argv[1]), int(sys.argv[2]))

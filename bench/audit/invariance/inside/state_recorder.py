@@ -158,7 +158,7 @@ class StateRecorder:
         backward.criteria = criteria.watch(tensors, self._handles)
         backward.dropout, backward.contrasts = facts.dropout, facts.contrasts
         backward.quantizes = facts.quantizes
-        if not self._update:
+        if self._num_backwards == 1:
             backward.leaves = hash_of(facts.leaves)
         backward.drew = self._mark is not None and _generators() != self._mark
         backward.samples, self._samples = self._samples, []

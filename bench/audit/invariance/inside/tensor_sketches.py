@@ -3,8 +3,8 @@
 The signed sums are a count sketch (Charikar, Chen and Farach-Colton 2002): element i is added to
 sum i mod 64 with a sign that depends on i div 64. They are linear, so those of a difference are the
 difference of sketches, and the sum of their squares estimates the squared norm with a relative
-standard deviation of sqrt(2 / 64). Each tensor is read three times, and what is kept of it does not
-grow with it. Nothing waits for a device.
+standard deviation of sqrt(2 / 64). Each piece of a tensor is read three times while it is in a
+cache, and what is kept of it does not grow with it. Nothing waits for a device.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .state_records import BUCKETS, COORDINATES, WIDTH
 ROWS = 4096
 """Rows of signed sums that are added in the dtype of the tensor; their sums are added in double
 precision."""
-CHUNK = 64
-"""Blocks of so many rows that are read at once."""
+CHUNK = 4
+"""Blocks of so many rows that are read at once: 4 MiB of fp32."""
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 """By bytes per element."""
 
@@ -96,15 +96,18 @@ def sketch(tensor: Tensor) -> LiveSketch:
         return LiveSketch(values, torch.zeros((), dtype=torch.int64, device=flat.device))
     step = BUCKETS * ROWS * CHUNK
     squares = torch.zeros((), dtype=torch.float64, device=flat.device)
+    bits = torch.zeros((), dtype=torch.int64, device=flat.device)
     for number, start in enumerate(range(0, size, step)):
-        part = _for_sums(flat[start : start + step])
+        stored = flat[start : start + step]
+        bits += _hash(stored)
+        part = _for_sums(stored)
         squares += torch.linalg.vector_norm(part).double() ** 2
         outer = _signs(4096, 1, flat.device, torch.float64)[number % 4096]
         values[1 : 1 + BUCKETS] += outer * _signed_sums(part)
     values[0] = squares.sqrt()
     places = _places(size, flat.device)
     values[1 + BUCKETS : 1 + BUCKETS + len(places)] = flat[places].double()
-    return LiveSketch(values, _hash(flat))
+    return LiveSketch(values, bits)
 
 
 def hash_of(tensors: Sequence[Tensor]) -> Tensor | None:
