@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -28,8 +29,6 @@ COMMAND = "python -m studies.invariance_page"
 SCREENS = ("ddp underweight on 2", "state moe-each")
 LEFT_OUT = "ranks"
 """The first line of a screen that the page leaves out, with all that follow."""
-MOST_SHOWN = 2
-"""Faults of a topic that the page names."""
 AT_ONCE = 4
 """Cases whose results are kept together."""
 RIGHT = (ROUNDED, BITWISE)
@@ -173,11 +172,12 @@ def _known_verdicts(cases: Sequence[SplitCase], data: Results) -> Iterator[str]:
         "may depend on N or are not seeded, and the answer says so."
     )
     yield ""
-    yield "| trained by | wrong | found | right | accused |"
-    yield "| --- | ---: | ---: | ---: | ---: |"
+    yield "| trained by | wrong, found | right, accused |"
+    yield "| --- | ---: | ---: |"
     yield from _by_framework(cases, found, accused)
     yield ""
-    yield from (f"- *{topic}*: {faults}" for topic, faults in _by_finding(found))
+    topics = Counter(case.topic for case in found)
+    yield f"Found by: {', '.join(f'*{topic}* {count}' for topic, count in topics.items())}."
     yield ""
 
 
@@ -196,8 +196,8 @@ def _by_framework(
         wrong = [case for case in own if case.verdict == DIFFERENT]
         told = [case for case in wrong if case in found]
         named = [case for case in own if case in accused]
-        numbers = (len(wrong), len(told), len(own) - len(wrong), len(named))
-        yield f"| {framework} | {' | '.join(map(str, numbers))} |"
+        num_right = len(own) - len(wrong)
+        yield f"| {framework} | {len(wrong)}, {len(told)} | {num_right}, {len(named)} |"
 
 
 def _trained_by(case: SplitCase) -> str:
@@ -207,30 +207,14 @@ def _trained_by(case: SplitCase) -> str:
     raise KeyError(case.script)
 
 
-def _by_finding(cases: Sequence[SplitCase]) -> list[tuple[str, str]]:
-    """What is wrong with scripts, by the topic of the finding that is expected; of many the first."""
-    found: dict[str, list[str]] = {}
-    for case in cases:
-        found.setdefault(case.topic, []).append(case.about)
-    rows = []
-    for topic, texts in found.items():
-        different = list(dict.fromkeys(texts))
-        shown = different[:MOST_SHOWN]
-        if len(different) > MOST_SHOWN:
-            shown.append(f"{len(different) - MOST_SHOWN} more")
-        rows.append((topic, "; ".join(shown)))
-    return rows
-
-
 def _cost(found: Sequence[dict[str, float]]) -> str:
     usual, short = found
     return (
         f"On a model of {usual['parameters'] / 1e6:.0f} million parameters (AdamW, clipping, {usual['tokens']:,.0f} "
         f"tokens per update in {usual['accumulate']} micro-batches as in `gpu`, one thread of a CPU), the recorder "
         f"takes {100 * usual['share']:.1f} % of the time of an update that is sampled: {usual['recorder_s']:.1f} s of "
-        f"{usual['window_s']:.0f} s. It reads states, so with {short['tokens']:,.0f} tokens it takes "
-        f"{short['recorder_s']:.1f} s, too, which then are {100 * short['share']:.1f} %. Afterwards it looks at one "
-        "flag per backward, step and batch."
+        f"{usual['window_s']:.0f} s. With {short['tokens']:,.0f} tokens it takes {short['recorder_s']:.1f} s, too: "
+        f"{100 * short['share']:.1f} %. Afterwards it looks at one flag per backward, step and batch."
     )
 
 

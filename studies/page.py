@@ -119,54 +119,80 @@ SHOWN_N = 8
 
 def _elsewhere(runs: Sequence[pools.Elsewhere]) -> list[str]:
     """What runs on other classes of machines say of the same ratios; empty if there are none."""
+    classes: dict[tuple[str, str, int], list[pools.Elsewhere]] = {}
+    for each in runs:
+        machine = each.run.manifest.machine
+        classes.setdefault((each.matrix, machine.cpu, machine.cores), []).append(each)
     found: list[str] = []
-    for other in runs:
-        found += _of_machine(other)
+    for (matrix, cpu, cores), same in classes.items():
+        found += [f"`{matrix}` was run on {cpu}, {cores} cores, too. {_numbers(same[0])}", ""]
+        head = ("run", "expected", "same verdict", "opposite", "ambiguous in one of the two")
+        found += [*markdown_table(head, [_agreement(each) for each in same]), ""]
+        found += [
+            f"At N = {SHOWN_N}, those of deferred to eager sync and those outside of what is expected in a run, with "
+            "95 % intervals:",
+            "",
+        ]
+        names = [each.run.name for each in same]
+        found += [
+            *markdown_table(("step times", "kept runs", "next run", *names), _repeated(same)),
+            "",
+        ]
     if found:
-        found = ["## On another processor", "", *found]
+        found = ["## On another processor", "", *found[:-1]]
     return found
 
 
-def _of_machine(other: pools.Elsewhere) -> list[str]:
-    """One run on another class of machines."""
-    machine = other.run.manifest.machine
-    every = [*other.with_baseline, *other.of_syncs]
+def _numbers(other: pools.Elsewhere) -> str:
+    total = len(other.with_baseline) + len(other.of_syncs)
+    return (
+        f"Of {total} ratios, {len(other.with_baseline)} of them to the baseline and {len(other.of_syncs)} of deferred "
+        "to eager sync, *expected* are where the kept runs expect a next one on their own machines."
+    )
+
+
+def _agreement(other: pools.Elsewhere) -> tuple[str, ...]:
+    """A row: in how many ratios a run elsewhere says what the kept runs say."""
     expected = same = opposite = unsure = 0
-    rows = []
-    for each in every:
+    for each in (*other.with_baseline, *other.of_syncs):
         expected += each.is_expected
         verdicts = {each.kept.verdict, each.there.verdict}
         same += len(verdicts) == 1
         opposite += verdicts == DIFFERENT
         unsure += len(verdicts) > 1 and Verdict.AMBIGUOUS in verdicts
-        is_shown = each in other.of_syncs or not each.is_expected
-        if each.kept.b.accumulate == SHOWN_N and is_shown:
-            rows.append(_repetition(each))
-    head = ("step times", "kept runs", "next run", "this run", "within")
-    text = (
-        f"`{other.matrix}` was run once on {machine.cpu}, {machine.cores} cores "
-        f"([run](../results/elsewhere/{other.matrix}/{other.run.name}/run.json)). Of {len(every)} ratios, "
-        f"{len(other.with_baseline)} of them to the baseline and {len(other.of_syncs)} of deferred to eager sync, "
-        f"{expected} are where the kept runs expect a next one on their own machines. The verdict is the same in "
-        f"{same}, the opposite in {opposite}, and ambiguous in one of the two in {unsure}. At N = {SHOWN_N}, those of "
-        "deferred to eager sync and those outside of what is expected, with 95 % intervals:"
-    )
-    return [text, "", *markdown_table(head, rows)]
+    name = f"[{other.run.name}](../results/elsewhere/{other.matrix}/{other.run.name}/run.json)"
+    return (name, *map(str, (expected, same, opposite, unsure)))
 
 
-def _repetition(each: pools.Repetition) -> tuple[str, ...]:
-    """A row: the ratio over the kept runs, and of a run elsewhere."""
-    ours, theirs = each.kept.time, each.there.time
-    assert ours is not None and theirs is not None, "both were timed"
-    within = "no"
-    if each.is_expected:
-        within = "yes"
+def _repeated(runs: Sequence[pools.Elsewhere]) -> list[tuple[str, ...]]:
+    """Rows: ratios over the kept runs, and in each run elsewhere."""
+    rows = []
+    for place in range(len(runs[0].with_baseline)):
+        same = [each.with_baseline[place] for each in runs]
+        if not all(each.is_expected for each in same):
+            rows.append(same)
+    rows += [list(same) for same in zip(*(each.of_syncs for each in runs), strict=True)]
+    return [_repetition(same) for same in rows if same[0].kept.b.accumulate == SHOWN_N]
+
+
+def _repetition(runs: Sequence[pools.Repetition]) -> tuple[str, ...]:
+    """A row: the ratio over the kept runs, and in each run elsewhere."""
+    kept = runs[0].kept
+    ours = kept.time
+    assert ours is not None, "both were timed"
+    cells = []
+    for each in runs:
+        theirs = each.there.time
+        assert theirs is not None, "both were timed"
+        text = f"{digits(theirs.ratio)} ({interval_text(theirs.low, theirs.high)})"
+        if not each.is_expected:
+            text += ", outside"
+        cells.append(text)
     return (
-        f"{each.kept.b.backend} / {each.kept.a.backend}",
+        f"{kept.b.backend} / {kept.a.backend}",
         f"{digits(ours.ratio)} ({interval_text(ours.low, ours.high)})",
         interval_text(ours.next_low, ours.next_high),
-        f"{digits(theirs.ratio)} ({interval_text(theirs.low, theirs.high)})",
-        within,
+        *cells,
     )
 
 

@@ -28,7 +28,7 @@ from tests.recomputed import (
     shows_interval,
     shows_size,
 )
-from tests.sentences import MIB, RULES, compiled
+from tests.sentences import MIB, RULES, as_expected, compiled
 
 RUNS = ("cpu", "popular", "curves", "h100-1b")
 POOLED = {name: pool_of(name) for name in ("cpu", "popular")}
@@ -509,32 +509,39 @@ def interval_pattern(prefix: str) -> str:
     return rf"(?P<{prefix}low>[\d.]+)-(?P<{prefix}high>[\d.]+)"
 
 
+ELSEWHERE_RUN = re.compile(
+    r"^\| \[(?P<name>[\w-]+)\]\(\.\./results/(?P<folder>elsewhere/cpu/[\w-]+)/run\.json\) \| (?P<expected>\d+) "
+)
 ELSEWHERE_ROW = re.compile(
     rf"^\| (?P<cell>[\w-]+) / (?P<base>[\w-]+) \| (?P<x>[\d.]+) \({interval_pattern('')}\) "
-    rf"\| {interval_pattern('n')} \| (?P<there>[\d.]+) \({interval_pattern('there_')}\) \| (?P<within>yes|no) \|$"
+    rf"\| {interval_pattern('n')} \| (?P<there>.*) \|$"
 )
-ELSEWHERE_RUN = re.compile(r"\(\.\./results/(elsewhere/(\w+)/[\w-]+)/run\.json\)")
+ELSEWHERE_RATIO = re.compile(rf"(?P<x>[\d.]+) \({interval_pattern('')}\)(?P<outside>, outside)?")
 
 
 def test_ratios_on_another_processor_follow_from_the_journals() -> None:
     """Of docs/statistics.md: each row, and how many ratios are where the kept runs expect a next one."""
     text = (ROOT / "docs" / "statistics.md").read_text(encoding="utf-8")
     part = text.partition("\n## On another processor\n")[2].partition("\n## ")[0]
-    found = ELSEWHERE_RUN.search(part)
-    assert found, "the run is named"
-    kept, there = run_of(found[2]), Run(found[1])
+    kept = run_of("cpu")
+    runs = {}
     rows = 0
     for line in part.splitlines():
-        row = ELSEWHERE_ROW.match(line)
-        if row is None:
-            continue
-        named = row.groupdict()
-        cell, base = (kept.find(named[side], "N=8 W=2") for side in ("cell", "base"))
-        of_kept, of_there = kept.ratio(cell, base), there.ratio(cell, base)
-        assert shows_interval(of_kept, named, 0), line
-        again = {"x": named["there"], "low": named["there_low"], "high": named["there_high"]}
-        assert shows_interval(of_there, again, 0), line
-        is_within = of_kept.next_low <= of_there.centre <= of_kept.next_high
-        assert named["within"] == ("yes" if is_within else "no"), line
-        rows += 1
-    assert rows == part.count("\n| ") - 2
+        if named_run := ELSEWHERE_RUN.match(line):
+            runs[named_run["name"]] = there = Run(named_run["folder"])
+            assert int(named_run["expected"]) == sum(as_expected(kept, there)), line
+        elif row := ELSEWHERE_ROW.match(line):
+            named = row.groupdict()
+            cell, base = (kept.find(named[side], "N=8 W=2") for side in ("cell", "base"))
+            of_kept = kept.ratio(cell, base)
+            assert shows_interval(of_kept, named, 0), line
+            ratios = named["there"].split(" | ")
+            for there, text_there in zip(runs.values(), ratios, strict=True):
+                again = ELSEWHERE_RATIO.fullmatch(text_there)
+                of_there = there.ratio(cell, base)
+                assert again and shows_interval(of_there, again.groupdict(), 0), line
+                is_within = of_kept.next_low <= of_there.centre <= of_kept.next_high
+                assert bool(again["outside"]) != is_within, line
+            rows += 1
+    assert f"| step times | kept runs | next run | {' | '.join(runs)} |" in part
+    assert rows and rows + len(runs) == part.count("\n| ") - 4
