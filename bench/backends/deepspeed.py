@@ -344,7 +344,8 @@ class DeepSpeedZero2Eager(ZeroBackend):
         self.config = zero_config(type(self), job, model)
         self.config["gradient_accumulation_steps"] = gradient_accumulation_steps
         self.save_masters(model, job)
-        optimizer = job.optimizer(model.parameters())
+        # ZeRO takes its dtype from the optimizer's first parameter, which must not be a frozen one.
+        optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
         with short_parameter_repr():
             self.engine = self.start(model=model, optimizer=optimizer, config=self.config)
         self.restore_masters(self.engine.module)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import signal
 import subprocess
@@ -16,10 +15,8 @@ from typing import Any
 
 from bench.plan.categories import HELD, PEAK, UNTRACKED
 from bench.plan.cell import REFERENCE
-from bench.plan.schedule import block
 from bench.run.journal import JOURNAL, MANIFEST, Journal, read_document
 from tests.conftest import ROOT, Run
-from tests.factories import make_cell
 from tests.faults import backends
 from tests.faults.leaks import Leaks
 
@@ -130,14 +127,6 @@ def place(folder: Path, **environment: str) -> Iterator[Place]:
     folder.mkdir(parents=True, exist_ok=True)
     with Leaks(folder) as leaks:
         yield Place(folder, leaks, environment)
-
-
-def seed_that_puts_first(first: str, second: str) -> int:
-    """A seed with which the block's shuffle puts the first of two backends before the second."""
-    cells = [make_cell(backend=name) for name in (first, second)]
-    return next(
-        seed for seed in itertools.count() if block(cells, 0, seed)[0].cell.backend == first
-    )
 
 
 def end(

@@ -13,7 +13,7 @@ from tests.conftest import Run
 from tests.faults import backends
 from tests.faults.backends import LATE_S
 from tests.faults.form import FORM, marked, nothing
-from tests.faults.harness import HANG_S, MATRIX_RUN, TIMEOUT_S, Place, place, seed_that_puts_first
+from tests.faults.harness import HANG_S, MATRIX_RUN, TIMEOUT_S, Place, place
 
 SOON_S = 15.0
 """How long a trial may take whose fault is seen at once."""
@@ -137,15 +137,15 @@ def test_what_stands_beside_faults_is_sound_and_nothing_is_left_behind(
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_fault_alone(tmp_path: Path, case: Case) -> None:
     with place(tmp_path / "place", **{backends.BYTES: str(2**30)}) as here:
-        here.write(case.name, "f-sound", seed=seed_that_puts_first(case.name, "f-sound"))
+        here.write(case.name, "f-sound")
         run, left = measured(here, case)
     assert left == []
     check(case, run)
     check_beside(run)
     good = case.status is Status.OK
     assert run.process.returncode == (0 if good else 1)
-    order = [record["cell"]["backend"] for record in run.records]
-    assert order == ["reference", case.name, "f-sound"], "the sound one comes after the fault"
+    trained = {record["cell"]["backend"] for record in run.records}
+    assert trained == {"reference", case.name, "f-sound"}
 
 
 def measured(here: Place, case: Case, *options: str) -> tuple[Run, list[str]]:

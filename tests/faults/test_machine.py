@@ -10,7 +10,7 @@ from bench.plan.cell import Status
 from tests.conftest import ROOT, Run
 from tests.faults import backends
 from tests.faults.form import FORM, nothing
-from tests.faults.harness import TIMEOUT_S, place, seed_that_puts_first
+from tests.faults.harness import TIMEOUT_S, place
 from tests.faults.machines import little_memory, small_disk
 from tests.faults.test_faults import Case, check, check_beside, measured
 
@@ -29,7 +29,7 @@ def test_a_full_disk_ends_the_run_and_costs_no_finished_trial(tmp_path: Path) ->
         place(tmp_path, **{backends.FILL: str(folder / "filler")}) as here,
     ):
         here.before = disk.before
-        here.write("f-fills-disk", "f-sound", seed=seed_that_puts_first("f-fills-disk", "f-sound"))
+        here.write("f-fills-disk", "f-sound")
         ended = here.run()
         left = here.leaks.left()
         run = Run(disk.seen, ended.process)
@@ -71,7 +71,7 @@ def test_memory_used_up_is_told_from_other_kills(tmp_path: Path) -> None:
     case = Case("f-oom-killer", what, Status.OOM, "rank 1", TIMEOUT_S)
     with little_memory(MEMORY_BYTES) as before, place(tmp_path / "place") as here:
         here.before = before
-        here.write(case.name, "f-sound", seed=seed_that_puts_first(case.name, "f-sound"))
+        here.write(case.name, "f-sound")
         run, left = measured(
             here, case, "--inactivity", "0"
         )  # the kernel looks for pages to free first
