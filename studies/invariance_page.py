@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -175,9 +174,6 @@ def _known_verdicts(cases: Sequence[SplitCase], data: Results) -> Iterator[str]:
     yield "| trained by | wrong, found | right, accused |"
     yield "| --- | ---: | ---: |"
     yield from _by_framework(cases, found, accused)
-    yield ""
-    topics = Counter(case.topic for case in found)
-    yield f"Found by: {', '.join(f'*{topic}* {count}' for topic, count in topics.items())}."
     yield ""
 
 

@@ -126,28 +126,24 @@ def _elsewhere(runs: Sequence[pools.Elsewhere]) -> list[str]:
     found: list[str] = []
     for (matrix, cpu, cores), same in classes.items():
         found += [f"`{matrix}` was run on {cpu}, {cores} cores, too. {_numbers(same[0])}", ""]
-        head = ("run", "expected", "same verdict", "opposite", "ambiguous in one of the two")
-        found += [*markdown_table(head, [_agreement(each) for each in same]), ""]
+        head = ("run", "expected", "same verdict", "opposite", "ambiguous in one")
+        found += markdown_table(head, [_agreement(each) for each in same])
         found += [
-            f"At N = {SHOWN_N}, those of deferred to eager sync and those outside of what is expected in a run, with "
-            "95 % intervals:",
+            f"At N = {SHOWN_N}, those of deferred to eager sync and those outside in a run, with 95 % intervals:",
             "",
         ]
         names = [each.run.name for each in same]
-        found += [
-            *markdown_table(("step times", "kept runs", "next run", *names), _repeated(same)),
-            "",
-        ]
+        columns = ("step times", "kept runs", "next run", *names)
+        found += markdown_table(columns, _repeated(same))
     if found:
-        found = ["## On another processor", "", *found[:-1]]
+        found = ["## On another processor", "", *found]
     return found
 
 
 def _numbers(other: pools.Elsewhere) -> str:
-    total = len(other.with_baseline) + len(other.of_syncs)
     return (
-        f"Of {total} ratios, {len(other.with_baseline)} of them to the baseline and {len(other.of_syncs)} of deferred "
-        "to eager sync, *expected* are where the kept runs expect a next one on their own machines."
+        f"Of {len(other.with_baseline)} ratios to the baseline and {len(other.of_syncs)} of deferred to eager sync, "
+        "*expected* are where the kept runs expect a next one."
     )
 
 
