@@ -319,7 +319,7 @@ def _lora(arguments: argparse.Namespace, *, tied: bool) -> LoRA | None:
     if (arguments.lora_dropout or 0) >= 1:
         raise InputError("--lora-dropout: drops everything; give less than 100 %")
     dtype = arguments.lora_parameters or arguments.parameters
-    if dtype == "bf16" != arguments.parameters:
+    if dtype == "bf16" and arguments.parameters != "bf16":
         raise InputError("--lora-parameters: bf16 needs --parameters bf16")
     fp32 = dtype != arguments.parameters
     return LoRA(rank, targets, dropout=bool(arguments.lora_dropout), fp32=fp32)

@@ -503,8 +503,9 @@ def _mixed(parameters: Iterable[nn.Parameter], names: Mapping[int, str]) -> str:
     if len({p.dtype for p in trained}) < 2:
         return ""
     other = next(p for p in trained if str(p.dtype) != "torch.float32")
-    dtype = str(other.dtype).removeprefix("torch.")
-    return f"its parameter '{names[id(other)]}' is {dtype}, others beside it are float32"
+    beside = next(p for p in trained if p.dtype != other.dtype)
+    dtype, usual = (str(each.dtype).removeprefix("torch.") for each in (other, beside))
+    return f"its parameter '{names[id(other)]}' is {dtype}, others beside it are {usual}"
 
 
 def _random_state(device: torch.device) -> tuple[object, ...]:

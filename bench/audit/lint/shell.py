@@ -201,7 +201,8 @@ class _Script:
             self._assign("".join(names), None)
 
     def _step(self) -> None:
-        self.line += self.text[self.place] in ("\n", CONTINUED)
+        if self.text[self.place] in ("\n", CONTINUED):
+            self.line += 1
         self.place += 1
 
     def _redirected(self, found: re.Match[str]) -> None:
@@ -278,21 +279,22 @@ class _Script:
             self.values = dict(top.before)
 
     def _close(self) -> None:
-        compound = self.compounds.pop()
-        if compound.is_group:
-            return
-        self.compounds.append(compound)
-        self._branch()
+        compound = self.compounds[-1]
+        if not compound.is_group:
+            self._branch()
+            for name in compound.changed:
+                self.values[name] = None
         self.compounds.pop()
-        for name in compound.changed:
-            self.values[name] = None
 
     def _ended(self, by: str) -> Iterator[list[Word]]:
         """The command that ends here, after what it sets; none if it has no words."""
         words, self.words = self.words, []
         if by == ")" and not self.parentheses:
             words = []  # a pattern of case
-        self.parentheses = max(self.parentheses + (by == "(") - (by == ")"), 0)
+        if by == "(":
+            self.parentheses += 1
+        elif by == ")" and self.parentheses:
+            self.parentheses -= 1
         names_function = by == "(" and self.text.startswith(")", self.place)
         if words and (names_function or words[0].text == "function"):
             self.begins_function, words = True, []
@@ -314,10 +316,11 @@ class _Script:
             for text in texts[1:last]:
                 self._assign(text.partition("=")[0].strip("+-*/"), None)
             return
-        is_declared = texts[0] in DECLARE
-        if not is_declared and not all(ASSIGNMENT.match(text) for text in texts):
+        if texts[0] in DECLARE:
+            texts = texts[1:]
+        elif not all(ASSIGNMENT.match(text) for text in texts):
             return  # they are of the environment of one command
-        for text in texts[is_declared:]:
+        for text in texts:
             if found := ASSIGNMENT.match(text):
                 self._assign_text(found, text[found.end() :])
 
@@ -384,8 +387,7 @@ class _Script:
             if self.text[self.place] in (" ", "\t", "\n", CONTINUED):
                 self._step()
             elif self.text[self.place] == "#":
-                while self.place < len(self.text) and self.text[self.place] != "\n":
-                    self._step()
+                self._comment()
             else:
                 before = self.place
                 words, _ = self._word()
