@@ -23,7 +23,7 @@ import time
 import tomllib
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from studies import ROOT
@@ -49,6 +49,7 @@ class Step:
     """One thing to measure."""
 
     name: str
+    """What --steps takes; with the kind of GPU before it, its folder and its packed file."""
     command: Sequence[str]
     needs_s: float
     """Not started with less time left."""
@@ -70,8 +71,8 @@ def each(commands: Iterable[str]) -> list[str]:
 
 
 def steps() -> list[Step]:
-    """In order of value. On 2026-11-28 an H100 took 650 s for h100-1b, 105 of them after a resume, and 89 s for
-    h100-two-ranks; the other seconds are estimates (``bench.forecast.estimate``).
+    """In order of value. On 2026-11-28 an H100 took 650 s for 1b, 105 of them after a resume, and 89 s for two-ranks;
+    the other seconds are estimates (``bench.forecast.estimate``).
     """
     facts = (
         "nvidia-smi",
@@ -107,20 +108,20 @@ def steps() -> list[Step]:
     return [
         Step(name="facts", command=each(facts), needs_s=5, limit_s=10),
         Step(
-            name="h100-1b",
+            name="1b",
             command=_run("--matrix", "h100-15min"),
             needs_s=90,
             limit_s=840,
             is_run=True,
             matrix="h100-15min",
         ),
-        Step(name="h100-two-ranks", command=two_ranks, needs_s=90, limit_s=180, is_run=True),
-        Step(name="h100-zero3", command=race, needs_s=90, limit_s=150),
-        Step(name="h100-bare-loops", command=bare, needs_s=75, limit_s=150),
-        Step(name="h100-virtual", command=virtual, needs_s=110, limit_s=240, is_run=True),
-        Step(name="h100-135m", command=small, needs_s=200, limit_s=540, is_run=True),
+        Step(name="two-ranks", command=two_ranks, needs_s=90, limit_s=180, is_run=True),
+        Step(name="zero3", command=race, needs_s=90, limit_s=150),
+        Step(name="bare-loops", command=bare, needs_s=75, limit_s=150),
+        Step(name="virtual", command=virtual, needs_s=110, limit_s=240, is_run=True),
+        Step(name="135m", command=small, needs_s=200, limit_s=540, is_run=True),
         Step(
-            name="h100-1b-other-n",
+            name="1b-other-n",
             command=other_n,
             needs_s=300,
             limit_s=840,
@@ -306,6 +307,16 @@ def chosen(names: str) -> list[Step]:
     return [every[name] for name in asked]
 
 
+def named_after_gpu(asked: Iterable[Step]) -> list[Step]:
+    """The steps with the kind of the first visible GPU in their names: ``1b`` on an H200 is ``h200-1b``."""
+    from bench.launch import gpus  # its packages are there: that was checked
+    from bench.plan.gpu_kinds import kind_of
+
+    name = str(gpus.gpus()[0]["name"])
+    words = re.findall(r"[a-z0-9]+", (kind_of(name) or name).lower())
+    return [replace(step, name="-".join([*words, step.name])) for step in asked]
+
+
 def default_folder() -> Path:
     """Where steps are run: in memory, if there is room, otherwise in the folder for temporary files."""
     shm = Path("/dev/shm")
@@ -349,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # so that what is begun is packed
     seconds = arguments.seconds - (time.monotonic() - began)
-    return Lease(seconds, arguments.folder or default_folder(), arguments.out).run(asked)
+    return Lease(seconds, arguments.folder or default_folder(), arguments.out).run(named_after_gpu(asked))
 
 
 if __name__ == "__main__":

@@ -183,8 +183,11 @@ def last_lines(folder: Path, local_rank: int) -> list[str]:
     """The last LAST_LINES lines of a rank's standard error; it counts from 0 on its node."""
     for path in folder.glob(f"*/attempt_*/{local_rank}/stderr.log"):
         with contextlib.suppress(OSError):
-            lines = end_of(path, LAST_BYTES).decode(errors="replace").strip().splitlines()
-            return [line for line in lines if line and not line.startswith(MODULES)][-LAST_LINES:]
+            told = []
+            for line in end_of(path, LAST_BYTES).decode(errors="replace").strip().splitlines():
+                if line and not line.startswith(MODULES):
+                    told.append(line)
+            return told[-LAST_LINES:]
     return []
 
 

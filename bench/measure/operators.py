@@ -206,7 +206,10 @@ def plain_work(
         if cell.workload == LLAMA:
             raise
     if kept is not None and keep:
-        files.write(kept, json.dumps(found and found.to_json()))
+        stored = None
+        if found is not None:
+            stored = found.to_json()
+        files.write(kept, json.dumps(stored))
     return found
 
 

@@ -110,15 +110,21 @@ ranks takes longer."""
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Dense FLOP/s of a device: those of the kind that has most words in its name.
+    """Dense FLOP/s of a device: those of its kind.
 
-    None if it is unknown, or a MIG instance, which has only part of them. No fp32 peak is known,
+    None if that is unknown, or a MIG instance, which has only part of them. No fp32 peak is known,
     because the TF32 switch decides which one applies.
     """
     if precision != "bf16" or "MIG" in device_name:
         return None
+    kind = kind_of(device_name)
+    if kind is None:
+        return None
+    return GPUS[kind].bf16_flops
+
+
+def kind_of(device_name: str) -> str | None:
+    """The kind that has most words in the name of a device, by its name here; None if none has."""
     words = {*re.split(r"[ -]", device_name)}
     found = [name for name in GPUS if words.issuperset(name.split())]
-    if not found:
-        return None
-    return GPUS[max(found, key=lambda name: len(name.split()))].bf16_flops
+    return max(found, key=lambda name: len(name.split()), default=None)

@@ -88,7 +88,7 @@ def _ask(cell: Cell, corpus: Path | None, *, shards: bool, in_bf16: bool) -> Exa
         answer, log = Path(folder) / "answer.json", Path(folder) / "log"
         asked = {
             "cell": cell.to_dict(),
-            "corpus": corpus and str(corpus),
+            "corpus": None if corpus is None else str(corpus),
             "config": str(CONFIG_FILES.get(cell.workload, "")),
             "shards": shards,
             "in_bf16": in_bf16,
@@ -119,7 +119,10 @@ def _ask(cell: Cell, corpus: Path | None, *, shards: bool, in_bf16: bool) -> Exa
 def main(asked: str) -> None:
     """Examine the workload that ``require`` asks for, and write the answer."""
     given = json.loads(asked)
-    corpus, cell = given["corpus"] and Path(given["corpus"]), Cell.from_dict(given["cell"])
+    cell = Cell.from_dict(given["cell"])
+    corpus = None
+    if given["corpus"] is not None:
+        corpus = Path(given["corpus"])
     if given["config"]:
         CONFIG_FILES[cell.workload] = Path(given["config"])
     found = examine(cell, corpus, shards=given["shards"], in_bf16=given["in_bf16"])

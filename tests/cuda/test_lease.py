@@ -43,8 +43,8 @@ def lease(machine: Machine, *arguments: str, **settings: str) -> subprocess.Pope
 
 def packed(machine: Machine, name: str) -> str:
     """A file of the run, as it came back."""
-    with tarfile.open(machine.folder / "out" / "run.tar.gz") as tar:
-        found = tar.extractfile(f"run/{name}")
+    with tarfile.open(machine.folder / "out" / "h100-run.tar.gz") as tar:
+        found = tar.extractfile(f"h100-run/{name}")
         assert found is not None
         return found.read().decode()
 
@@ -57,7 +57,7 @@ def trials(machine: Machine) -> list[dict[str, Any]]:
 
 def test_a_run_that_is_cut_off_comes_back_and_goes_on(machine: Machine) -> None:
     first = lease(machine, "600")
-    journal = machine.folder / "lease" / "run" / "trials.jsonl"
+    journal = machine.folder / "lease" / "h100-run" / "trials.jsonl"
     while not (journal.exists() and journal.read_bytes().count(b"\n")):
         assert first.poll() is None, first.communicate()
         time.sleep(0.2)
@@ -65,9 +65,9 @@ def test_a_run_that_is_cut_off_comes_back_and_goes_on(machine: Machine) -> None:
     output, _ = first.communicate(timeout=120)
     assert first.returncode == 128 + signal.SIGTERM, output
     finished = trials(machine)
-    assert finished and json.loads(packed(machine, "run.json"))["run_id"] == "run"
+    assert finished and json.loads(packed(machine, "run.json"))["run_id"] == "h100-run"
     output, errors = lease(machine, "600").communicate()
-    assert "lease: run: exit status 0" in output and "lease: race: exit status 0" in output, (
+    assert "lease: h100-run: exit status 0" in output and "lease: h100-race: exit status 0" in output, (
         output + errors
     )
     every = trials(machine)
