@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from bench.judge.analysis import Frames
 
 __all__ = ["__version__", "load"]
-__version__ = "1.1.0"
+__version__ = "1.2.0"
 
 
 def load(run: str | Path) -> Frames:
