@@ -100,7 +100,10 @@ GPUS = {
         bf16_flops=2500e12, source="GB300 NVL72: 360 PFLOP/s of 72 GPUs with sparsity"
     ),
 }
-"""By words of the name that NVML and CUDA give it; with sparsity it is twice as much."""
+"""By words of the name that NVML and CUDA give it, in any case.
+
+With sparsity it is twice as much.
+"""
 LINKED = {name: gpu.links for name, gpu in GPUS.items() if gpu.links is not None}
 """The links of those that have some."""
 NCCL_LATENCY_S = 32e-6
@@ -109,16 +112,25 @@ NCCL_LATENCY_S = 32e-6
 ranks takes longer."""
 
 
+def kind_of(text: str) -> str | None:
+    """The key of GPUS that a user means, whatever its case; None if there is none."""
+    for name in GPUS:
+        if name.casefold() == text.casefold():
+            return name
+    return None
+
+
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Dense FLOP/s of a device: those of the kind that has most words in its name.
 
     None if it is unknown, or a MIG instance, which has only part of them. No fp32 peak is known,
     because the TF32 switch decides which one applies.
     """
-    if precision != "bf16" or "MIG" in device_name:
+    device = device_name.casefold()
+    if precision != "bf16" or "mig" in device:
         return None
-    words = {*re.split(r"[ -]", device_name)}
-    found = [name for name in GPUS if words.issuperset(name.split())]
+    words = {*re.split(r"[ -]", device)}
+    found = [name for name in GPUS if words.issuperset(name.casefold().split())]
     if not found:
         return None
     return GPUS[max(found, key=lambda name: len(name.split()))].bf16_flops
