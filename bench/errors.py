@@ -64,4 +64,9 @@ def suggest(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, names, n=1)
     if near:
         return f"did you mean {near[0]}?"
-    return f"use one of {', '.join(names)}"
+    return listed(names)
+
+
+def listed(known: Iterable[str]) -> str:
+    """List the known names."""
+    return f"use one of {', '.join(known)}"

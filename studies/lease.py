@@ -360,7 +360,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # so that what is begun is packed
     seconds = arguments.seconds - (time.monotonic() - began)
-    return Lease(seconds, arguments.folder or default_folder(), arguments.out).run(named_after_gpu(asked))
+    return Lease(seconds, arguments.folder or default_folder(), arguments.out).run(
+        named_after_gpu(asked)
+    )
 
 
 if __name__ == "__main__":

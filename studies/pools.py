@@ -437,9 +437,10 @@ def add() -> None:
     """
     name = min(WANTED, key=lambda name: len(load_pool(folders(name)).runs) / WANTED[name])
     now = datetime.datetime.now(datetime.UTC)
-    out = POOL / name / f"{now:%Y-%m-%d}"
-    if out.exists():
-        out = POOL / name / f"{now:%Y-%m-%dT%H%M}"
+    label = f"{now:%Y-%m-%d}"
+    if any((place / name / label).exists() for place in (POOL, ELSEWHERE)):
+        label = f"{now:%Y-%m-%dT%H%M}"
+    out = POOL / name / label
     subprocess.run(
         [
             sys.executable,

@@ -193,6 +193,7 @@ BAD_INPUT = {
         ("--out \udcff", r"'.udcff': this argument is not UTF-8"),
     ],
     "run --matrix mine.toml": [
+        ("--model Llama-3.1-8B", r"--model.* did you mean 8b\?"),
         (
             "--baseline ddp-eage",
             r"--baseline: 'ddp-eage' is .*; did you mean ddp",
@@ -319,7 +320,13 @@ BAD_INPUT = {
         ("--out /dev/null/out", r"--out /dev/null/out: cannot be written"),
     ],
     "predict --world-size 64 --accumulate 16 --sequence 8192 --precision bf16 --model tiny": [
-        ("--model 9b", "--model"),
+        ("--model 9b", r"--model: '9b' is unknown; use one of micro, .*, hf:CONFIG"),
+        ("--model llama-3-8b", r"did you mean 8b\?"),
+        ("--model meta-llama/Llama-3.1-8B-Instruct", r"did you mean 8b\?"),
+        ("--model llama3", r"did you mean 8b\?"),
+        ("--model Qwen3_8B", r"did you mean qwen3-8b\?"),
+        ("--model llama-3.1-405b", r"use one of micro"),
+        ("--peak h300", r"--peak: 'h300' is unknown; use one of A10, .*, or a rate such as"),
         ("--memory 80gib", "--memory"),
         ("--reserve 4GiB", "--reserve"),
         ("--reserve 4GiB --memory 4GiB", "--reserve"),

@@ -22,9 +22,9 @@ from bench.commands.options import (
 from bench.errors import GOOD, InputError, suggest
 from bench.forecast.lora import DEFAULT_TARGETS, HEAD, MATRICES, LoRA
 from bench.plan.cell import Cell, Device, Precision
-from bench.plan.gpu_kinds import GPUS, LINKED, NCCL_LATENCY_S, peak_flops
+from bench.plan.gpu_kinds import GPUS, LINKED, NCCL_LATENCY_S, kind_of, peak_flops
 from bench.plan.matrix import OPTIMIZERS
-from bench.plan.models import HUGGING_FACE, SHAPES, SIZES, shape_of
+from bench.plan.models import HUGGING_FACE, SHAPES, SIZES, shape_of, suggest_model
 from bench.run.journal import MANIFEST, read_manifest
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class GivenLink:
 
 def _rates(text: str) -> GivenLink:
     """The rate to other nodes and, of a link of two levels, that within a node."""
-    preset = LINKED.get(text.upper())
+    preset = LINKED.get(kind_of(text) or "")
     if preset is not None:
         return GivenLink(
             inter=preset.inter_bytes_per_s,
@@ -269,7 +269,7 @@ def _question(arguments: argparse.Namespace) -> Question:
     from bench.forecast.choice import Question
 
     if shape_of(arguments.model) is None:
-        known = suggest(arguments.model, [*SIZES, *SHAPES, f"{HUGGING_FACE}CONFIG"])
+        known = suggest_model(arguments.model, [*SIZES, *SHAPES, f"{HUGGING_FACE}CONFIG"])
         raise InputError(f"--model: '{arguments.model}' is unknown; {known}")
     memory, reserve = int(arguments.memory or 0), None
     if arguments.reserve is not None:
@@ -535,9 +535,9 @@ def _compute_time(arguments: argparse.Namespace, cell: Cell, lora: LoRA | None) 
             peak: float | None = _amount(FLOPS, "989TFLOP/s")(name)
         except argparse.ArgumentTypeError as error:
             raise InputError(f"--peak: {error}") from error
-    elif name not in GPUS:
-        remedy = suggest(name, [*GPUS, "a rate: 989TFLOP/s"])
-        raise InputError(f"--peak: '{name}' is unknown; {remedy}")
+    elif kind_of(name) is None:
+        known = f"use one of {', '.join(GPUS)}, or a rate such as 989TFLOP/s"
+        raise InputError(f"--peak: '{name}' is unknown; {known}")
     else:
         peak = peak_flops(name, cell.precision)
     mfu = arguments.mfu

@@ -30,6 +30,7 @@ from bench.plan.models import (
     find_factory,
     name_config,
     read_config,
+    suggest_model,
 )
 from bench.plan.world import Candidate
 
@@ -379,7 +380,7 @@ def _check_workload(matrix: Matrix) -> None:
         if model not in SIZES:
             raise InputError(
                 f"{matrix.place('workload.model')}: '{model}' is unknown; "
-                f"{suggest(model, list(SIZES))}"
+                f"{suggest_model(model, list(SIZES))}"
             )
         return
     try:

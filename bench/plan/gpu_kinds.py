@@ -100,7 +100,10 @@ GPUS = {
         bf16_flops=2500e12, source="GB300 NVL72: 360 PFLOP/s of 72 GPUs with sparsity"
     ),
 }
-"""By words of the name that NVML and CUDA give it; with sparsity it is twice as much."""
+"""By words of the name that NVML and CUDA give it, in any case.
+
+With sparsity it is twice as much.
+"""
 LINKED = {name: gpu.links for name, gpu in GPUS.items() if gpu.links is not None}
 """The links of those that have some."""
 NCCL_LATENCY_S = 32e-6
@@ -109,22 +112,25 @@ NCCL_LATENCY_S = 32e-6
 ranks takes longer."""
 
 
+def kind_of(device_name: str) -> str | None:
+    """The kind that has most words in the name of a device, in any case; None if none has.
+
+    The kind by its name in GPUS, for a name that NVML, CUDA or a user gives.
+    """
+    words = {*re.split(r"[ -]", device_name.casefold())}
+    found = [name for name in GPUS if words.issuperset(name.casefold().split())]
+    return max(found, key=lambda name: len(name.split()), default=None)
+
+
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Dense FLOP/s of a device: those of its kind.
 
     None if that is unknown, or a MIG instance, which has only part of them. No fp32 peak is known,
     because the TF32 switch decides which one applies.
     """
-    if precision != "bf16" or "MIG" in device_name:
+    if precision != "bf16" or "mig" in device_name.casefold():
         return None
     kind = kind_of(device_name)
     if kind is None:
         return None
     return GPUS[kind].bf16_flops
-
-
-def kind_of(device_name: str) -> str | None:
-    """The kind that has most words in the name of a device, by its name here; None if none has."""
-    words = {*re.split(r"[ -]", device_name)}
-    found = [name for name in GPUS if words.issuperset(name.split())]
-    return max(found, key=lambda name: len(name.split()), default=None)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from bench import files
-from bench.errors import InputError, shown, suggest
+from bench.errors import InputError, listed, shown, suggest
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,18 @@ SHAPES = {
 }  # fmt: skip
 """Models that are predicted and not shipped, by the names of their checkpoints, from their
 ``config.json``."""
+COMMON_NAMES = {
+    "llama-3-8b": "8b",
+    "llama-3-70b": "llama-3.1-70b",
+    "llama-3.1-8b": "8b",
+    "llama-3.2-1b": "1b",
+    "llama-3.2-3b": "3b",
+    "llama-3.3-70b": "llama-3.1-70b",
+    "smollm2-135m": "135m",
+}
+"""Checkpoints whose shape has another name here, for suggestions."""
+NUMBER_OF_PARAMETERS = re.compile(r"[\d.x]*\d[bm](?![a-z\d])")
+"""As names of models say it: 8b, 1.1b, 8x7b."""
 FAMILIES: dict[str, dict[str, int]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8},
@@ -314,6 +328,39 @@ def read_config(name: str) -> dict[str, object]:
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise InputError(f"{place}: model_type is missing; name a config.json of transformers")
     return values
+
+
+def suggest_model(name: str, known: Sequence[str]) -> str:
+    """Suggest the known model that is meant, by its own or a common name, or list the known ones.
+
+    A model with another number of parameters in its name is never meant.
+    """
+    names = {model: model for model in known} | COMMON_NAMES
+    meant: dict[str, str] = {}
+    for common, model in names.items():
+        if model in known and _can_mean(name, common):
+            meant[_spelling(common)] = model
+    near = difflib.get_close_matches(_spelling(name), meant, n=1)
+    if near:
+        return f"did you mean {meant[near[0]]}?"
+    return listed(known)
+
+
+def _can_mean(name: str, known: str) -> bool:
+    """Whether a name has no number of parameters, or that of a known one."""
+    ours, theirs = map(NUMBER_OF_PARAMETERS.search, (name.lower(), known.lower()))
+    return ours is None or (theirs is not None and ours[0] == theirs[0])
+
+
+def _spelling(name: str) -> str:
+    """A model's name without case and punctuation, and what checkpoints have around it.
+
+    That is the organization, and what follows the number of parameters, such as Instruct.
+    """
+    text = name.lower().rpartition("/")[2].removeprefix("meta-")
+    if size := NUMBER_OF_PARAMETERS.search(text):
+        text = text[: size.end()]
+    return re.sub(r"[^a-z\d]", "", text)
 
 
 @cache

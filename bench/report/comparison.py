@@ -53,8 +53,8 @@ STYLES = {
 }
 DECIDED = frozenset({Reason.DIFFERENT, Reason.INSIDE_MARGIN})
 """Reasons whose details are columns of the table."""
-MOST_KEYS = 12
-"""Differing keys of the fingerprint that are listed; ``--json`` has all."""
+MOST_KEYS = 6
+"""Differing keys of the fingerprint that are named; ``--json`` has all."""
 OTHER_TIMES = (
     "the runs were made at different times, so intervals allow for what runs of such machines "
     "differ by; for smaller differences, run both commits in turn: run --against COMMIT"
@@ -107,22 +107,18 @@ def headline(report: Report) -> str:
     )
 
 
-def alarm(differences: Sequence[Changed]) -> list[str]:
-    """A warning with the keys in which the fingerprints differ; nothing if there are none."""
+def alarm(differences: Sequence[Changed]) -> str:
+    """A warning with the keys in which the fingerprints differ; empty if there are none."""
     if not differences:
-        return []
-    count = f"{len(differences)} keys differ"
-    if len(differences) == 1:
-        count = "1 key of the fingerprint differs"
-    why = "so a ratio may have nothing to do with the code"
-    found = [f"WARNING: DIFFERENT MACHINES OR SOFTWARE: {count}, {why}:"]
+        return ""
+    named = []
     for changed in differences[:MOST_KEYS]:
-        values = f"A {_value(changed.a)}, B {_value(changed.b)}"
-        found.append(f"  {changed.key}: {values}")
+        named.append(f"{changed.key}: A {_value(changed.a)}, B {_value(changed.b)}")
     left = len(differences) - MOST_KEYS
     if left > 0:
-        found.append(f"  and {left} more: see --json")
-    return found
+        named.append(f"and {left} more: see --json")
+    why = "so a ratio may have nothing to do with the code"
+    return f"WARNING: DIFFERENT MACHINES OR SOFTWARE, {why}: {'; '.join(named)}"
 
 
 def _value(value: object) -> str:
@@ -208,8 +204,8 @@ def show(report: Report) -> None:
     """Words and table on the terminal."""
     console = Screen()
     console.print(Text(printable(headline(report))), soft_wrap=True)
-    for line in alarm(report.differences):
-        console.print(Text(printable(line), style="bold red"), soft_wrap=True)
+    if warning := alarm(report.differences):
+        console.print(Text(printable(warning), style="bold red"), soft_wrap=True)
     table(report.rows).show(console)
     lines = []
     for explained in reasons(report.rows):
@@ -241,12 +237,8 @@ def write(report: Report, folder: Path) -> list[Path]:
 def _markdown(report: Report, pictures: Sequence[str]) -> str:
     title = f"# {markdown(report.b)} against {markdown(report.a)}"
     lines = [title, "", f"{markdown(headline(report))}.", ""]
-    if report.differences:
-        first, *keys = alarm(report.differences)
-        lines += [f"**{first}**", ""]
-        for key in keys:
-            lines.append(f"- {markdown(key)}")
-        lines.append("")
+    if warning := alarm(report.differences):
+        lines += [f"**{markdown(warning)}**", ""]
     for name in pictures:
         lines.append(f"![Ratios of step times with intervals]({name})")
     lines += ["", *table(report.rows).markdown()]

@@ -47,7 +47,8 @@ class CausalWorkload:
         self._config = CONFIG_MAPPING[kind].from_dict(dict(values))
         if type(self._config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise InputError(
-                f"{place}: transformers has no causal language model of model_type '{kind}'"
+                f"{place}: transformers has no causal language model of model_type '{kind}'; "
+                "for another kind write a workload: docs/matrix.md#a-model-of-your-own"
             )
         _disable_randomness(self._config)
         self._config.use_cache = False

@@ -67,9 +67,9 @@ def test_a_run_that_is_cut_off_comes_back_and_goes_on(machine: Machine) -> None:
     finished = trials(machine)
     assert finished and json.loads(packed(machine, "run.json"))["run_id"] == "h100-run"
     output, errors = lease(machine, "600").communicate()
-    assert "lease: h100-run: exit status 0" in output and "lease: h100-race: exit status 0" in output, (
-        output + errors
-    )
+    assert (
+        "lease: h100-run: exit status 0" in output and "lease: h100-race: exit status 0" in output
+    ), output + errors
     every = trials(machine)
     assert (
         every[: len(finished)] == finished and json.loads(packed(machine, "run.json"))["finished"]

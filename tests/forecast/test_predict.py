@@ -235,6 +235,15 @@ def test_a_preset_is_its_datasheets_rates_with_nccls_latency(
     assert communication_s(*part) == communication_s("--world-size", "4", "--link", "450GB/s")
 
 
+def test_names_of_gpus_have_no_case(capsys: pytest.CaptureFixture[str]) -> None:
+    def answer(gpu: str) -> object:
+        named = ["--link", gpu, "--peak", gpu, "--json"]
+        assert run("--model", "8b", *ASKED, *named) == GOOD
+        return json.loads(capsys.readouterr().out)
+
+    assert answer("h100") == answer("H100")
+
+
 def test_it_begins_with_a_recommendation_and_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     def first(*arguments: str) -> str:
         assert run("--model", "8b", *ASKED, *arguments) == GOOD

@@ -31,6 +31,7 @@ def test_peaks_are_nvidias_dense_numbers_and_none_that_would_be_a_guess(name: st
     expected = PEAKS.get(name)
     found = gpu_kinds.peak_flops(name, "bf16")
     assert found == (expected and pytest.approx(1e12 * expected))
+    assert found == gpu_kinds.peak_flops(name.lower(), "bf16"), "as a user may write it"
     assert (
         gpu_kinds.peak_flops(name, "fp32")
         is None
