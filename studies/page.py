@@ -119,24 +119,22 @@ SHOWN_N = 8
 
 def _elsewhere(runs: Sequence[pools.Elsewhere]) -> list[str]:
     """What runs on other classes of machines say of the same ratios; empty if there are none."""
-    classes: dict[tuple[str, str, int], list[pools.Elsewhere]] = {}
+    of_matrix: dict[str, list[pools.Elsewhere]] = {}
     for each in runs:
-        machine = each.run.manifest.machine
-        classes.setdefault((each.matrix, machine.cpu, machine.cores), []).append(each)
+        of_matrix.setdefault(each.matrix, []).append(each)
     found: list[str] = []
-    for (matrix, cpu, cores), same in classes.items():
-        found += [f"`{matrix}` was run on {cpu}, {cores} cores, too. {_numbers(same[0])}", ""]
-        head = ("run", "expected", "same verdict", "opposite", "ambiguous in one")
+    for matrix, same in of_matrix.items():
+        found += [f"`{matrix}` was run on other processors, too. {_numbers(same[0])}", ""]
+        head = ("run", "processor", "expected", "same verdict", "opposite", "ambiguous in one")
         found += markdown_table(head, [_agreement(each) for each in same])
         found += [
-            f"At N = {SHOWN_N}, those of deferred to eager sync and those outside in a run, with 95 % intervals:",
+            f"At N = {SHOWN_N}, those of deferred to eager sync, and those outside in a run:",
             "",
         ]
-        names = [each.run.name for each in same]
-        columns = ("step times", "kept runs", "next run", *names)
+        columns = ("step times", "kept runs", "next run", *(each.label for each in same))
         found += markdown_table(columns, _repeated(same))
     if found:
-        found = ["## On another processor", "", *found]
+        found = ["## On other processors", "", *found]
     return found
 
 
@@ -156,8 +154,10 @@ def _agreement(other: pools.Elsewhere) -> tuple[str, ...]:
         same += len(verdicts) == 1
         opposite += verdicts == DIFFERENT
         unsure += len(verdicts) > 1 and Verdict.AMBIGUOUS in verdicts
-    name = f"[{other.run.name}](../results/elsewhere/{other.matrix}/{other.run.name}/run.json)"
-    return (name, *map(str, (expected, same, opposite, unsure)))
+    name = f"[{other.label}](../results/elsewhere/{other.matrix}/{other.label}/run.json)"
+    machine = other.run.manifest.machine
+    processor = f"{machine.cpu}, {machine.cores} cores"
+    return (name, processor, *map(str, (expected, same, opposite, unsure)))
 
 
 def _repeated(runs: Sequence[pools.Elsewhere]) -> list[tuple[str, ...]]:

@@ -138,9 +138,6 @@ def section() -> list[str]:
     found = json.loads(RESULTS.read_text(encoding="utf-8"))
     blocks = ", ".join(f"{len(_of('apart', found[machine]))} {machine}" for machine in MACHINES)
     gains = [_gain("turns", found[machine]) for machine in MACHINES]
-    together = statistics.geometric_mean(
-        _gain("together", blocks) for blocks in found["same processes"].values()
-    )
     idle, busy = (
         interval([each["ratios"]["fsdp2-deferred"] for each in _of("turns", found[machine])])
         for machine in MACHINES
@@ -169,8 +166,7 @@ def section() -> list[str]:
         f"In turns the spread is {gains[0]:.2f} times as large as apart on the idle machine, and {gains[1]:.2f} times "
         "beside two programs that never wait (geometric means over cells). Idle, the standard deviation is "
         f"{noise:.2f} times as large, but a block takes {turns:.0f} s instead of {apart:.0f} s, in part to start "
-        "second process groups. Cells one after the other in the same processes had "
-        f"{together:.2f} times the spread of cells apart (both machines, measured earlier).",
+        "second process groups.",
         "",
         f"Load changes the ratio itself: in turns, `fsdp2-deferred` takes {busy.ratio:.2f} ({_ends(busy)}) times the "
         f"step of `{BASELINE}` beside these programs, and {idle.ratio:.2f} ({_ends(idle)}) without them. So cells are "
@@ -272,7 +268,7 @@ def main() -> int:
         "--twins", type=int, default=100, metavar="N", help="trials of the cell with itself"
     )
     arguments = parser.parse_args()
-    found = {"same processes": json.loads(RESULTS.read_text(encoding="utf-8"))["same processes"]}
+    found: dict[str, object] = {}
     with Launcher(Device.CPU) as launcher, tempfile.TemporaryDirectory() as scratch:
         for machine, busy in MACHINES.items():
             others = [

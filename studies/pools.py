@@ -179,6 +179,8 @@ class Elsewhere:
     """One run of a matrix on a class of machines that is not that of the kept runs."""
 
     matrix: str
+    label: str
+    """The name of its folder: the day, and the minute if there are several of one day."""
     run: Run
     with_baseline: Sequence[Repetition]
     """Of each timed cell with the baseline."""
@@ -196,6 +198,7 @@ def elsewhere() -> list[Elsewhere]:
             found.append(
                 Elsewhere(
                     matrix=name,
+                    label=folder.name,
                     run=there.run,
                     with_baseline=_repetitions(kept_runs.verdicts, there),
                     of_syncs=_repetitions(_sync_pairs(kept_runs), there),

@@ -120,6 +120,6 @@ RULES: tuple[Rule, ...] = (
         "pyperf, 100 processes",
         100,
         pyperf(100),
-        "the same; more trials do not fix it, since values of a process are not independent",
+        "the same: values of one process are not independent",
     ),
 )

@@ -510,7 +510,8 @@ def interval_pattern(prefix: str) -> str:
 
 
 ELSEWHERE_RUN = re.compile(
-    r"^\| \[(?P<name>[\w-]+)\]\(\.\./results/(?P<folder>elsewhere/cpu/[\w-]+)/run\.json\) \| (?P<expected>\d+) "
+    r"^\| \[(?P<name>[\w-]+)\]\(\.\./results/(?P<folder>elsewhere/cpu/[\w-]+)/run\.json\) "
+    r"\| (?P<processor>[^|]+), (?P<cores>\d+) cores \| (?P<expected>\d+) "
 )
 ELSEWHERE_ROW = re.compile(
     rf"^\| (?P<cell>[\w-]+) / (?P<base>[\w-]+) \| (?P<x>[\d.]+) \({interval_pattern('')}\) "
@@ -522,7 +523,7 @@ ELSEWHERE_RATIO = re.compile(rf"(?P<x>[\d.]+) \({interval_pattern('')}\)(?P<outs
 def test_ratios_on_another_processor_follow_from_the_journals() -> None:
     """Of docs/statistics.md: each row, and how many ratios are where the kept runs expect a next one."""
     text = (ROOT / "docs" / "statistics.md").read_text(encoding="utf-8")
-    part = text.partition("\n## On another processor\n")[2].partition("\n## ")[0]
+    part = text.partition("\n## On other processors\n")[2].partition("\n## ")[0]
     kept = run_of("cpu")
     runs = {}
     rows = 0
@@ -530,6 +531,9 @@ def test_ratios_on_another_processor_follow_from_the_journals() -> None:
         if named_run := ELSEWHERE_RUN.match(line):
             runs[named_run["name"]] = there = Run(named_run["folder"])
             assert int(named_run["expected"]) == sum(as_expected(kept, there)), line
+            machine = there.about["machine"]
+            assert named_run["processor"] == machine["cpu"], line
+            assert int(named_run["cores"]) == machine["cores"], line
         elif row := ELSEWHERE_ROW.match(line):
             named = row.groupdict()
             cell, base = (kept.find(named[side], "N=8 W=2") for side in ("cell", "base"))

@@ -273,11 +273,11 @@ class FinalState:
 
 def _like(parameter: Tensor, state: Mapping[str, object]) -> dict[str, Tensor]:
     """The state of a parameter that has its shape, by key."""
-    found: dict[str, Tensor] = {}
-    for key, tensor in state.items():
-        if isinstance(tensor, Tensor) and tensor.shape == parameter.shape and tensor.dim():
-            found[key] = tensor
-    return found
+    return {
+        key: tensor
+        for key, tensor in state.items()
+        if isinstance(tensor, Tensor) and tensor.shape == parameter.shape and tensor.dim()
+    }
 
 
 def _stepped(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Tensor, Mapping[str, object]]]:
