@@ -45,8 +45,8 @@ class Agent(LocalElasticAgent):
     """
 
     exits: Mapping[int, int] = MappingProxyType({})
-    """Exit codes of the ranks that ended by themselves before all had returned; negative for
-    signals."""
+    """Exit codes of the ranks that ended by themselves before all had returned, by their number on
+    this node; negative for signals."""
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         context: Any = self._pcontext
@@ -95,27 +95,29 @@ def run(
         result = agent.run()
     except Exception as error:
         return {"failure": f"torch elastic: {type(error).__name__}: {error}"}
-    exits = dict(agent.exits)
+    first = node_task.ranks.start
+    exits: dict[int, int] = {}  # by the rank's number among all, as in torch's failures
+    for local_rank, code in agent.exits.items():
+        exits[first + local_rank] = code
     if not exits:
         for rank, failed in result.failures.items():
             exits[rank] = failed.exitcode
     if not exits:
         return {"failure": "a rank ended without a result"}
     # Of several, one that a signal ended, or that reported nothing, is why the others failed.
-    first = node_task.ranks.start
     reported = written(Path(node_task.folder), node_task.ranks)
-    rank = min(exits, key=lambda rank: (exits[rank] >= 0, first + rank in reported))
+    rank = min(exits, key=lambda rank: (exits[rank] >= 0, rank in reported))
     code = exits[rank]
     if code < 0:
         return {
             "failure": f"was ended by {stragglers.name(-code)}",
-            "rank": first + rank,
+            "rank": rank,
             "signal": -code,
         }
     failure = "ended without a result"
     if code:
         failure = f"ended with exit code {code}"
-    return {"failure": failure, "rank": first + rank}
+    return {"failure": failure, "rank": rank}
 
 
 class Rendezvous(StaticTCPRendezvous):

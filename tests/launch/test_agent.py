@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,16 @@ def handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+MADE: dict[str, Any] = {
+    "entry": "",
+    "run_id": "made",
+    "num_nodes": 1,
+    "address": "127.0.0.1",
+    "packages": (),
+}
+"""What all trials here share."""
+
+
 def act(task_json: str) -> None:
     """A rank ends as it is told."""
     task = json.loads(task_json)
@@ -40,17 +51,16 @@ def act(task_json: str) -> None:
 def run(num_ranks: int, folder: Path, **ends: Any) -> dict[str, Any]:
     """Run the ranks of a trial on one node; ``rank1`` is how rank 1 ends."""
     task = {"folder": str(folder)} | {name.removeprefix("rank"): how for name, how in ends.items()}
-    node_task = NodeTask(
-        entry="",
-        payload=json.dumps(task),
-        folder=str(folder),
-        run_id="made",
-        num_ranks=num_ranks,
-        num_nodes=1,
-        address="127.0.0.1",
-        packages=(),
-    )
+    node_task = NodeTask(payload=json.dumps(task), folder=str(folder), num_ranks=num_ranks, **MADE)
     return agent.run(act, node_task, agent.Rendezvous(node_task), "fork")
+
+
+def lead(payload: str, folder: str, port: Connection) -> None:
+    """The first of two nodes, with one rank each."""
+    task = NodeTask(payload=payload, folder=folder, num_ranks=1, **MADE | {"num_nodes": 2})
+    rendezvous = agent.Rendezvous(task)
+    port.send(rendezvous._store.port)
+    agent.run(act, task, rendezvous, "fork")
 
 
 @pytest.mark.parametrize(
@@ -76,3 +86,34 @@ def test_an_agent_that_looks_late_blames_the_rank_that_failed_first(
     monkeypatch.setattr(agent, "wait", late)
     found = run(2, tmp_path, **ranks)
     assert f"rank {found['rank']} {found['failure']}" == failure
+
+
+@pytest.mark.parametrize("seen_by", ["the bench", "torch elastic"])
+def test_the_rank_of_another_node_has_its_number_among_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen_by: str
+) -> None:
+    """Whoever sees first that it ended: torch elastic's agent numbers ranks of all nodes."""
+
+    def without_signs(signs: list[Any], timeout: float | None = None) -> list[Any]:
+        wait([sign for sign in signs if isinstance(sign, int)])
+        return []
+
+    if seen_by == "torch elastic":
+        monkeypatch.setattr(agent, "wait", without_signs)
+    payload = json.dumps({"folder": str(tmp_path), "0": 0, "1": 7})
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    first = multiprocessing.get_context("spawn").Process(
+        target=lead, args=(payload, str(tmp_path), sender)
+    )
+    first.start()
+    task = NodeTask(
+        payload=payload,
+        folder=str(tmp_path),
+        num_ranks=1,
+        node=1,
+        port=receiver.recv(),
+        **MADE | {"num_nodes": 2},
+    )
+    found = agent.run(act, task, agent.Rendezvous(task), "fork")
+    first.join()
+    assert found == {"failure": "ended with exit code 7", "rank": 1}
