@@ -15,6 +15,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from bench.cli import main
+from bench.errors import INTERRUPTED
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 CHANGES = {
@@ -121,6 +122,8 @@ def call(
         _watch.root = ""
         tempfile.tempdir = temporary
         os.chdir(before)
+    if status == INTERRUPTED:  # by Ctrl-C at the tests: no command of theirs is interrupted
+        raise KeyboardInterrupt
     texts = []
     for stream in (out, err):
         stream.flush()
