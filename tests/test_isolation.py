@@ -64,7 +64,7 @@ def test_a_wrong_one_is_found_by_name(
 def test_a_replay_is_faster_than_any_step_can_be(tmp_path: Path) -> None:
     # Sequences so long that it is several times too fast on a busy machine, too.
     options = ("--backend", "ddp-deferred,tests.accused:Replays")
-    run = run_matrix(tmp_path, *options, backend=["ddp-deferred"], sequence_length=256)
+    run = run_matrix(tmp_path, *options, backend=["ddp-deferred"], sequence_length=1024)
     assert run.trial("ddp-deferred")["status"] == "ok"
     replay = run.trial("a-replays")
     assert "time" in replay["failed_gates"].split(",")
