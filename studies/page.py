@@ -124,11 +124,11 @@ def _elsewhere(runs: Sequence[pools.Elsewhere]) -> list[str]:
         of_matrix.setdefault(each.matrix, []).append(each)
     found: list[str] = []
     for matrix, same in of_matrix.items():
-        found += [f"`{matrix}` was run on other processors, too. {_numbers(same[0])}", ""]
+        found += [f"`{matrix}` ran on other processors. {_numbers(same[0])}", ""]
         head = ("run", "processor", "expected", "same verdict", "opposite", "ambiguous in one")
         found += markdown_table(head, [_agreement(each) for each in same])
         found += [
-            f"At N = {SHOWN_N}, those of deferred to eager sync, and those outside in a run:",
+            f"At N = {SHOWN_N}, deferred to eager sync and those outside, with 95 % intervals:",
             "",
         ]
         columns = ("step times", "kept runs", "next run", *(each.label for each in same))

@@ -19,7 +19,7 @@ from bench.commands.options import (
     quantity,
     share,
 )
-from bench.errors import GOOD, InputError, suggest
+from bench.errors import GOOD, InputError, listed, suggest
 from bench.forecast.lora import DEFAULT_TARGETS, HEAD, MATRICES, LoRA
 from bench.plan.cell import Cell, Device, Precision
 from bench.plan.gpu_kinds import GPUS, LINKED, NCCL_LATENCY_S, kind_of, peak_flops
@@ -536,7 +536,7 @@ def _compute_time(arguments: argparse.Namespace, cell: Cell, lora: LoRA | None) 
         except argparse.ArgumentTypeError as error:
             raise InputError(f"--peak: {error}") from error
     elif kind_of(name) is None:
-        known = f"use one of {', '.join(GPUS)}, or a rate such as 989TFLOP/s"
+        known = f"{listed(GPUS)}, or a rate such as 989TFLOP/s"
         raise InputError(f"--peak: '{name}' is unknown; {known}")
     else:
         peak = peak_flops(name, cell.precision)

@@ -27,16 +27,6 @@ def handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-MADE: dict[str, Any] = {
-    "entry": "",
-    "run_id": "made",
-    "num_nodes": 1,
-    "address": "127.0.0.1",
-    "packages": (),
-}
-"""What all trials here share."""
-
-
 def act(task_json: str) -> None:
     """A rank ends as it is told."""
     task = json.loads(task_json)
@@ -48,16 +38,30 @@ def act(task_json: str) -> None:
     os._exit(1)
 
 
+def task_of(payload: dict[str, Any], folder: str, **given: int) -> NodeTask:
+    """The ranks of one node; one rank on the only node if nothing else is given."""
+    layout = {"num_ranks": 1, "num_nodes": 1} | given
+    return NodeTask(
+        entry="",
+        payload=json.dumps(payload),
+        folder=folder,
+        run_id="made",
+        address="127.0.0.1",
+        packages=(),
+        **layout,
+    )
+
+
 def run(num_ranks: int, folder: Path, **ends: Any) -> dict[str, Any]:
     """Run the ranks of a trial on one node; ``rank1`` is how rank 1 ends."""
     task = {"folder": str(folder)} | {name.removeprefix("rank"): how for name, how in ends.items()}
-    node_task = NodeTask(payload=json.dumps(task), folder=str(folder), num_ranks=num_ranks, **MADE)
+    node_task = task_of(task, str(folder), num_ranks=num_ranks)
     return agent.run(act, node_task, agent.Rendezvous(node_task), "fork")
 
 
-def lead(payload: str, folder: str, port: Connection) -> None:
+def lead(payload: dict[str, Any], folder: str, port: Connection) -> None:
     """The first of two nodes, with one rank each."""
-    task = NodeTask(payload=payload, folder=folder, num_ranks=1, **MADE | {"num_nodes": 2})
+    task = task_of(payload, folder, num_nodes=2)
     rendezvous = agent.Rendezvous(task)
     port.send(rendezvous._store.port)
     agent.run(act, task, rendezvous, "fork")
@@ -100,20 +104,13 @@ def test_the_rank_of_another_node_has_its_number_among_all(
 
     if seen_by == "torch elastic":
         monkeypatch.setattr(agent, "wait", without_signs)
-    payload = json.dumps({"folder": str(tmp_path), "0": 0, "1": 7})
+    payload = {"folder": str(tmp_path), "0": 0, "1": 7}
     receiver, sender = multiprocessing.Pipe(duplex=False)
     first = multiprocessing.get_context("spawn").Process(
         target=lead, args=(payload, str(tmp_path), sender)
     )
     first.start()
-    task = NodeTask(
-        payload=payload,
-        folder=str(tmp_path),
-        num_ranks=1,
-        node=1,
-        port=receiver.recv(),
-        **MADE | {"num_nodes": 2},
-    )
+    task = task_of(payload, str(tmp_path), num_nodes=2, node=1, port=receiver.recv())
     found = agent.run(act, task, agent.Rendezvous(task), "fork")
     first.join()
     assert found == {"failure": "ended with exit code 7", "rank": 1}
