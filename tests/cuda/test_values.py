@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import subprocess
 import sys
 
@@ -28,6 +29,39 @@ def test_operators_have_the_values_of_the_cpu(errors: dict[str, float]) -> None:
     assert len(errors) > 10 and not {
         name: error for name, error in errors.items() if not error <= limits[name]
     }
+
+
+def test_the_host_cannot_read_the_memory_of_a_device(machine: Machine) -> None:
+    code = """
+import ctypes
+import torch
+on_device = torch.ones(4, device="cuda")
+print(on_device.sum().item(), flush=True)
+ctypes.c_float.from_address(on_device.data_ptr()).value
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        env=machine.environment(1, values=True),
+        capture_output=True,
+        text=True,
+    )
+    assert process.stdout == "4.0\n" and process.returncode == -signal.SIGSEGV
+
+
+@pytest.mark.parametrize("streams", [{}, {"FAKE_STREAMS": "1"}], ids=["at once", "by threads"])
+def test_threads_that_the_host_made_first_leave_the_memory_of_devices_alone(
+    machine: Machine, streams: dict[str, str]
+) -> None:
+    """As an optimizer on the host makes them, before operators on the device that are as large."""
+    code = """
+import torch
+torch.set_num_threads(2)
+on_host = torch.ones(2**20) * 2
+on_device = torch.ones(2**20, device="cuda") * 2
+product = torch.ones(512, 512, device="cuda") @ torch.ones(512, 512, device="cuda")
+print(on_device.sum().item() == on_host.sum().item(), product.max().item(), torch.get_num_threads())
+"""
+    assert machine.python(code, values=True, **streams) == "True 512.0 2"
 
 
 def test_an_operator_without_values_raises_and_names_itself(machine: Machine) -> None:

@@ -10,6 +10,7 @@
 // runs 2 alone (READS_VALUES). An operator that has no kernel for the CPU is an error that names it.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <c10/cuda/CUDAStream.h>
@@ -285,7 +286,19 @@ void copy_into(const IValue& to, const IValue& from) {
     }
 }
 
+// Other threads of torch have no leave to touch the memory of devices (memory.c), unless they were made by one that had it.
+struct OneThread {
+    int before = at::get_num_threads();
+    OneThread() { set(1); }
+    ~OneThread() { set(before); }
+    void set(int number) const {
+        if (before != 1)
+            at::set_num_threads(number);
+    }
+};
+
 struct OnDevice {
+    OneThread alone;
     int before = fake_on_device(1);
     ~OnDevice() { fake_on_device(before); }
 };
@@ -351,6 +364,7 @@ class Kernel : public c10::OperatorKernel {
     static void finish(void* data) {
         std::unique_ptr<std::function<void()>> work(static_cast<std::function<void()>*>(data));
         at::AutoDispatchBelowADInplaceOrView below;
+        OneThread alone;
         try {
             (*work)();
         } catch (const c10::Error& error) {
