@@ -5,8 +5,7 @@
  * machine. With values (values.h) all are real, but for those of an operator that gets its values from the CPU.
  *
  * The host cannot touch the memory of a device, as on a GPU: a thread that reads or writes it is ended by SIGSEGV, unless
- * it does what a stream was asked. Protection keys (pku) tell threads apart; without them the memory is open to all threads
- * while one of them does what a stream was asked.
+ * it does what a stream was asked. That takes a processor with protection keys (pku); without them it is not noticed.
  */
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>
@@ -57,34 +56,6 @@ static int find(const void *address, struct block *found) {
     return is_known;
 }
 
-static int key = -1;
-
-static void make_key(void) {
-    key = pkey_alloc(0, PKEY_DISABLE_ACCESS); /* every other thread starts without access */
-}
-
-static int key_of_devices(void) {
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, make_key);
-    return key;
-}
-
-/* Without keys: how many threads may touch the memory of devices, and whether this one may. */
-static int num_on_device;
-static __thread int is_on_device;
-
-static int access_of_all(void) {
-    return num_on_device ? PROT_READ | PROT_WRITE : PROT_NONE;
-}
-
-/* A new block is as the others are; hold the lock. */
-static void protect(char *begin, size_t size) {
-    if (key_of_devices() >= 0)
-        pkey_mprotect(begin, size, PROT_READ | PROT_WRITE, key);
-    else
-        mprotect(begin, size, access_of_all());
-}
-
 static void add(char *begin, size_t size, int gpu) {
     pthread_mutex_lock(&lock);
     if (num_blocks == room) {
@@ -96,8 +67,6 @@ static void add(char *begin, size_t size, int gpu) {
     size_t index = after(begin);
     memmove(blocks + index + 1, blocks + index, (num_blocks++ - index) * sizeof *blocks);
     blocks[index] = (struct block){begin, size, gpu};
-    if (gpu != HOST)
-        protect(begin, size);
     pthread_mutex_unlock(&lock);
 }
 
@@ -113,24 +82,21 @@ static int take_out(const void *begin, struct block *found) {
     return is_known;
 }
 
-static void open_for_this_thread(int is_allowed) {
-    pthread_mutex_lock(&lock);
-    int before = access_of_all();
-    num_on_device += is_allowed - is_on_device;
-    is_on_device = is_allowed;
-    for (size_t i = 0; i < num_blocks && access_of_all() != before; i++)
-        if (blocks[i].gpu != HOST)
-            mprotect(blocks[i].begin, blocks[i].size, access_of_all());
-    pthread_mutex_unlock(&lock);
+static int key = -1;
+
+static void make_key(void) {
+    key = pkey_alloc(0, PKEY_DISABLE_ACCESS); /* every other thread starts without access */
+}
+
+static int key_of_devices(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, make_key);
+    return key;
 }
 
 int fake_on_device(int is_allowed) {
-    if (key_of_devices() < 0) {
-        int before = is_on_device;
-        if (before != is_allowed)
-            open_for_this_thread(is_allowed);
-        return before;
-    }
+    if (key_of_devices() < 0)
+        return is_allowed;
     int before = pkey_get(key) == 0;
     pkey_set(key, is_allowed ? 0 : PKEY_DISABLE_ACCESS);
     return before;
@@ -149,6 +115,8 @@ cudaError_t cudaMalloc(void **address, size_t bytes) {
         machine_gpu_give(gpu, size);
         return cudaErrorMemoryAllocation;
     }
+    if (key_of_devices() >= 0)
+        pkey_mprotect(begin, size, PROT_READ | PROT_WRITE, key);
     add(begin, size, gpu);
     *address = begin;
     return cudaSuccess;
