@@ -132,6 +132,7 @@ def measured(run: Run) -> tuple[Array, tuple[int, ...], int]:
     wide = known.pivot_table(index="repeat", columns="cell_id", values="step_time_s").astype(float)
     cells = [cell for cell in run.cells.values() if not cell.is_reference and cell.cell_id in wide]
     cells = [cell for cell in cells if wide[cell.cell_id].notna().sum() > 1]
+    cells.sort(key=lambda cell: cell.cell_id)  # each run has an order of trials of its own
     baseline = baseline_of(run.manifest)
     places = {cell: place for place, cell in enumerate(cells)}
     base = tuple(
@@ -149,7 +150,8 @@ def kept() -> list[RunSet]:
     for name in SETS:
         pool = load_pool(folders(name))
         parts = [measured(run) for run in pool.runs]
-        found.append(RunSet(name, tuple(logs for logs, *_ in parts), *parts[0][1:]))
+        (columns,) = {(base, control) for _, base, control in parts}
+        found.append(RunSet(name, tuple(logs for logs, *_ in parts), *columns))
     return [*found, older()]
 
 
