@@ -320,7 +320,7 @@ def _intervals(runs: Sequence[Array]) -> list[Interval]:
         *wider(every),
         np.max([found.p_different() for found in every], axis=0),
         np.max([found.p_same(MARGIN) for found in every], axis=0),
-        *wider([found.of_next(len(runs)) for found in every]),
+        *wider([every[0].of_next(len(runs)), *every]),
     )
     intervals = []
     for number, (centre, low, high, p_different, p_same, next_low, next_high) in enumerate(

@@ -33,7 +33,7 @@ SIZES = (12, 24)
 """Numbers of blocks beside those that a run has."""
 QUICK = (5, 4)
 """Blocks and comparisons of the matrix ``quick``, of which one backend is wrong."""
-REPORTS = 1000
+REPORTS = 10_000
 SEED = 4
 Row = dict[str, Any]
 

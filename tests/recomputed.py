@@ -90,11 +90,12 @@ def over_runs(alone: list[Interval]) -> Interval:
         squares = [each.error**2 for each in known]
         fourth = sum(each.error**4 / (each.num_values - 1) for each in known)
         spreads.append((math.sqrt(float(np.mean(squares))), sum(squares) ** 2 / fourth))
-    reach = max(float(stats.t.ppf(0.975, freedom)) * s for s, freedom in spreads)
+    reaches = [float(stats.t.ppf(0.975, freedom)) * s for s, freedom in spreads]
     p = max(
         2 * float(stats.t.sf(abs(centre) * math.sqrt(k) / s, freedom)) for s, freedom in spreads
     )
-    of_mean, of_next = reach / math.sqrt(k), reach * math.sqrt(1 + 1 / k)
+    of_mean = max(reaches) / math.sqrt(k)
+    of_next = max(reaches[0] * math.sqrt(1 + 1 / k), of_mean)
     return Interval(
         centre,
         centre - of_mean,

@@ -177,11 +177,11 @@ def over_runs(alone: Sequence[Interval], margin: float = MARGIN) -> Interval:
     exp(m +- t s sqrt(1 + 1 / k)), t being Student's with k - 1 degrees of freedom.
 
     What runs differ by contains the noise within each, but of a few runs s can be smaller than that
-    noise by chance. So intervals are at least as wide, and p-values at least as large, as the noise
-    within the runs makes them: the same formulas with the root mean square of the runs' standard
-    errors for s, and Welch's degrees of freedom (``within_runs``). Random-effects models have the
-    same bound: their variance between runs is at least 0 (DerSimonian and Laird, "Meta-analysis in
-    clinical trials", 1986).
+    noise by chance. So the mean's interval is at least as wide, and p-values are at least as large,
+    as the noise within the runs makes them: the same formula with the root mean square of the runs'
+    standard errors for s, and Welch's degrees of freedom (``within_runs``). Random-effects models
+    have the same bound: their variance between runs is at least 0 (DerSimonian and Laird,
+    "Meta-analysis in clinical trials", 1986). The next run's interval contains the mean's.
     """
     ratios, k = tuple(each.ratio for each in alone), len(alone)
     logs = np.log(np.asarray(ratios))
@@ -194,7 +194,7 @@ def over_runs(alone: Sequence[Interval], margin: float = MARGIN) -> Interval:
         freedom = np.array([each.num_trials - 1 for each in known])
         every.append(within_runs(every[0].centre, errors, freedom, k))
     low, high = wider(every)
-    next_low, next_high = wider([found.of_next(k) for found in every])
+    next_low, next_high = wider([every[0].of_next(k), *every])
     return Interval(
         ratio=math.exp(logs.mean()),
         low=math.exp(low),
