@@ -110,10 +110,13 @@ def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_model.py").write_text(examples("docs/matrix.md", "python")[0], encoding="utf-8")
     shutil.copy(ROOT / "studies" / "my_vit.py", tmp_path)
     (tmp_path / "mine.py").write_text(examples("CONTRIBUTING.md", "python")[0], encoding="utf-8")
+    (tmp_path / "declared.py").write_text(
+        examples("CONTRIBUTING.md", "python")[1], encoding="utf-8"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("BENCH_BACKENDS", "")  # what --backend module:Class adds to it is taken back
-    for name in ("my_model", "my_vit", "mine"):
+    for name in ("my_model", "my_vit", "mine", "declared"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -147,8 +150,10 @@ def test_what_the_pages_show_can_be_planned(capsys: pytest.CaptureFixture[str]) 
     assert main(["plan", "--matrix", "own.toml"]) == 0
     for workload in ("my_model:MyWorkload", "my_vit:ViT"):
         assert main(["plan", "--matrix", "own.toml", "--workload", workload]) == 0
-    assert main(["plan", "--matrix", "smoke", "--backend", "mine:MyDDP"]) == 0
-    assert "  my-ddp  " in capsys.readouterr().out
+    own = "mine:MyDDP,declared:MyCompressedDDP"
+    assert main(["plan", "--matrix", "smoke", "--backend", own]) == 0
+    out = capsys.readouterr().out
+    assert "  my-ddp  " in out and "  my-compressed-ddp  " in out
 
 
 class Tracker:
