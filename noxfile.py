@@ -374,6 +374,7 @@ def wheelhouse(session: nox.Session) -> None:
     ]
     kind += [f"--platform={tag}" for tag in tags]
     left_out = {*excluded, "deepspeed", "torch", *itertools.chain.from_iterable(groups.values())}
+    left_out.discard("hatchling")  # with which pip builds the bench there
     wanted = [f"{name}=={version}" for name, version in pins.items() if name not in left_out]
     session.run(*pip, "download", "--no-deps", *kind, *wanted)
     if "torch" not in excluded:  # with the packages of CUDA, which torch pins itself

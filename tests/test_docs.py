@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import shlex
 import shutil
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import ClassVar, Self
 
 import pytest
 import yaml
@@ -39,6 +42,7 @@ PAGES = [
         )
     ),
 ]
+WORKFLOWS = [".github/examples/history.yml"]
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"\bpython -m bench ((?:\\\n|[^`\n])+)")
@@ -53,7 +57,9 @@ def commands() -> list[tuple[str, list[str]]]:
     """Every call of the bench that a page shows, with its arguments."""
     lines = [
         (page, line.replace("\\\n", " "))
-        for page, text in TEXTS.items()
+        for page, text in itertools.chain(
+            TEXTS.items(), ((name, (ROOT / name).read_text(encoding="utf-8")) for name in WORKFLOWS)
+        )
         for line in COMMAND.findall(text)
     ]
     found = [(page, shlex.split(line, comments=True)) for page, line in lines]
@@ -104,10 +110,13 @@ def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_model.py").write_text(examples("docs/matrix.md", "python")[0], encoding="utf-8")
     shutil.copy(ROOT / "studies" / "my_vit.py", tmp_path)
     (tmp_path / "mine.py").write_text(examples("CONTRIBUTING.md", "python")[0], encoding="utf-8")
+    (tmp_path / "declared.py").write_text(
+        examples("CONTRIBUTING.md", "python")[1], encoding="utf-8"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("BENCH_BACKENDS", "")  # what --backend module:Class adds to it is taken back
-    for name in ("my_model", "my_vit", "mine"):
+    for name in ("my_model", "my_vit", "mine", "declared"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -141,8 +150,43 @@ def test_what_the_pages_show_can_be_planned(capsys: pytest.CaptureFixture[str]) 
     assert main(["plan", "--matrix", "own.toml"]) == 0
     for workload in ("my_model:MyWorkload", "my_vit:ViT"):
         assert main(["plan", "--matrix", "own.toml", "--workload", workload]) == 0
-    assert main(["plan", "--matrix", "smoke", "--backend", "mine:MyDDP"]) == 0
-    assert "  my-ddp  " in capsys.readouterr().out
+    own = "mine:MyDDP,declared:MyCompressedDDP"
+    assert main(["plan", "--matrix", "smoke", "--backend", own]) == 0
+    out = capsys.readouterr().out
+    assert "  my-ddp  " in out and "  my-compressed-ddp  " in out
+
+
+class Tracker:
+    """Stands for a run of Weights & Biases and for TensorBoard's writer."""
+
+    logged: ClassVar[dict[str, list[float]]] = {}
+
+    def __init__(self, folder: str = "", *, project: str = "", name: str = "") -> None:
+        self.values = self.logged.setdefault(name or folder, [])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def log(self, row: dict[str, float]) -> None:
+        self.values += row.values()
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.values.append(value)
+
+
+@pytest.mark.parametrize("recipe", examples("docs/ci.md", "python"), ids=["wandb", "tensorboard"])
+def test_the_recipes_for_trackers_run(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    monkeypatch.chdir(ROOT)
+    for name in ("wandb", "torch", "torch.utils", "torch.utils.tensorboard"):
+        module = ModuleType(name)
+        vars(module).update(init=Tracker, SummaryWriter=Tracker)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(Tracker, "logged", {})
+    exec(recipe, {})
+    assert len(Tracker.logged) > 20  # cells, or trials
+    assert all(values and all(map(math.isfinite, values)) for values in Tracker.logged.values())
 
 
 def test_the_python_for_results_that_is_shown_runs(

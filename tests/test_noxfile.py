@@ -72,11 +72,11 @@ class FakeSession:
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the two files that say what is collected, and where it is."""
     (tmp_path / "constraints.txt").write_text(
-        "# all\ntorch==2.0\ndeepspeed==0.19\nb-c==1.5\nextra==3\nlinter==9\n"
+        "# all\ntorch==2.0\ndeepspeed==0.19\nb-c==1.5\nextra==3\nlinter==9\nhatchling==1\n"
     )
     (tmp_path / "pyproject.toml").write_text(
         '[project]\ndependencies = ["torch>=2", "deepspeed"]\n[project.optional-dependencies]\nmore = ["extra"]\n'
-        '[dependency-groups]\nlint = ["linter"]\ntest = ["b-c"]\n'
+        '[dependency-groups]\nlint = ["linter", "hatchling"]\ntest = ["b-c"]\n'
     )
     (tmp_path / "out").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -99,6 +99,7 @@ def test_the_wheelhouse_holds_what_the_machine_lacks(noxfile: Any, project: Path
         "b_c",
         "deepspeed",
         "extra",
+        "hatchling",
     ]
     assert (project / "out" / "requirements.txt").read_text() == "torch>=2\ndeepspeed\nextra\nb-c\n"
     (built, environment), (downloaded, _) = session.calls

@@ -14,6 +14,7 @@ from bench.commands.options import CommandParsers, named
 from bench.errors import GOOD, InputError, suggest
 from bench.formatting import plural
 from bench.judge.columns import COLUMNS, FRAMES
+from bench.screen import Screen
 from bench.tabular import Table, TableColumn, TableRow
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from bench.judge.analysis import Frames
 
+UNKNOWN = "<NA>"
+"""How pandas writes a missing value."""
 FORMATS = ("pytest-benchmark", "csv", "parquet")
 DESCRIPTION = (
     "Describes the tables that bench.load(RUN) returns in Python: rows, columns, dtypes and units. "
@@ -109,7 +112,17 @@ def _rows_text(name: str, rows: pd.DataFrame) -> str:
     for row in rows.itertuples(index=False):
         of_row = map(_value_text, row)
         texts.append(TableRow(dict(zip(COLUMNS[name], of_row, strict=True))))
-    return Table(columns=columns, rows=texts).text()
+    text = Table(columns=columns, rows=texts).text()
+    screen = Screen()
+    if screen.is_terminal and max(map(len, text.splitlines())) > screen.width:
+        return "\n\n".join(map(_record_text, texts))
+    return text
+
+
+def _record_text(row: TableRow) -> str:
+    """A row that is too wide for the terminal, a line for each value that is known."""
+    known = [(key, text) for key, text in row.texts.items() if text not in {"", UNKNOWN}]
+    return Table.from_rows(("column", "value"), known).text()
 
 
 def _value_text(value: object) -> str:
@@ -135,7 +148,8 @@ def _write(frames: Frames, form: str, out: Path) -> list[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     files.write(out, json.dumps(found, indent=4, allow_nan=False) + "\n")
     for cell in found["left_out"]:
-        print(f"left out: {cell['name']}: {cell['why'] or cell['status']}", file=sys.stderr)
+        reason, _, _ = (cell["why"] or cell["status"]).partition("; ")  # the file has them all
+        print(f"left out: {cell['name']}: {reason}", file=sys.stderr)
     if not found["benchmarks"]:
         print("left out: every cell, so the file holds no benchmark", file=sys.stderr)
     return [out]

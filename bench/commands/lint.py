@@ -38,8 +38,8 @@ def add(commands: CommandParsers) -> None:
         metavar="CONFIG",
         help=(
             "a YAML, JSON or TOML of Lightning, DeepSpeed, accelerate, TrainingArguments or a "
-            "framework above them; a shell script that launches a training; or a folder with "
-            "such files"
+            "framework above them, as Hydra composes it; a shell script that launches a training; "
+            "or a folder with such files"
         ),
     )
     integer, absent = integer_to(LARGEST), "if the config does not say"
@@ -148,6 +148,8 @@ def _print_rest(options: LintOptions, findings: Sequence[LintFinding]) -> None:
                 f"note: {package} is not installed here, so {version} is assumed; {option} names "
                 "another"
             )
+    if options.how_composed:
+        _say(f"hint: {options.how_composed}")
     if any(finding.stops for finding in findings):
         _say("hint: training stops at once; fix that, and lint again to see what else it would do")
     if options.wanted:

@@ -783,6 +783,48 @@ def test_the_last_of_repeated_keys_counts(tmp_path: Path) -> None:
     ]
 
 
+HYDRA = """
+callbacks:
+  monitor: {_target_: lightning.pytorch.callbacks.ThroughputMonitor, window_size: 10}
+  schedule: {_target_: lightning.pytorch.callbacks.GradientAccumulationScheduler, scheduling: {0: 4}}
+data: {_target_: mine.Data, batch_size: 64}
+trainer:
+  _target_: lightning.pytorch.trainer.Trainer
+  accumulate_grad_batches: 4
+  max_epochs: 10
+  devices: 2
+"""
+
+
+def test_hydra_gives_the_trainer_the_callbacks_beside_it(tmp_path: Path) -> None:
+    """The composed config of a program that calls the Trainer with the callbacks that it made."""
+    file = tmp_path / "composed.yaml"
+    file.write_text(HYDRA)
+    (finding,) = lint([file], LintOptions(samples=55_000))
+    assert (finding.code, finding.key, finding.line) == ("SCH02", "callbacks.schedule", 4)
+    file.write_text(re.sub("  schedule.*\n", "", HYDRA))
+    found = {each.code: each.key for each in lint([file], LintOptions(samples=55_000))}
+    assert found["THR01"] == "callbacks.monitor.window_size" and "TAIL01" in found
+
+
+def test_parts_that_hydra_composes_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trainer").mkdir()
+    part = tmp_path / "trainer" / "ddp.yaml"
+    part.write_text("defaults: [default]\nstrategy: ddp\ndevices: 4\nsync_batchnorm: true\n")
+    top = tmp_path / "train.yaml"
+    top.write_text("defaults: [_self_, trainer: ddp]\nseed: 1\n")
+    how = "lint the YAML that the program prints with --cfg job --resolve"
+    assert cli.main(["lint", str(tmp_path)]) == GOOD
+    err = capsys.readouterr().err
+    assert f"hint: Hydra composes {top} and 1 more file with others: {how}" in err
+    assert cli.main(["lint", str(top)]) == WRONG
+    assert f"of no kind that lint knows; Hydra composes {top} with others: {how}\n" in (
+        capsys.readouterr().err
+    )
+
+
 NOT_JUDGED = [
     ("trainer: {total_epochs: 15, n_gpus_per_node: 8, nnodes: 1, logger: [console]}", "rl.yaml"),
     (

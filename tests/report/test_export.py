@@ -87,6 +87,22 @@ def test_cells_have_an_interval_a_verdict_and_an_id_or_the_reason_why_not(frames
     )
 
 
+def test_rows_are_read_in_a_narrow_terminal(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line per value there; in a pipe, a line per row."""
+    command = ["export", str(folder), "--table", "cells", "--head", "2"]
+    assert cli.main(command) == 0
+    piped = capsys.readouterr().out.rstrip().splitlines()
+    assert piped[-3].split()[:2] == ["cell_id", "label"]
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert cli.main(command) == 0
+    first, second = capsys.readouterr().out.rstrip().split("\n\n")[-2:]
+    for record in (first, second):
+        assert record.split()[:3] == ["column", "value", "cell_id"] and "<NA>" not in record
+
+
 def test_csv_says_the_same_as_the_frames(folder: Path, frames: Frames, tmp_path: Path) -> None:
     assert cli.main(["export", str(folder), "--format", "csv", "--out", str(tmp_path / "csv")]) == 0
     documented = pd.read_csv(tmp_path / "csv" / COLUMNS_FILE, keep_default_na=False)

@@ -23,7 +23,7 @@ from bench.audit.lint import (
     loop_rules,
 )
 from bench.audit.lint.config_file import ConfigPart, NoConfigError, read_file, read_text
-from bench.audit.lint.config_kinds import EXPECTED, Config, Reader, recognize
+from bench.audit.lint.config_kinds import EXPECTED, Config, Reader, is_composed, recognize
 from bench.audit.lint.known_keys import known_keys
 from bench.audit.lint.launch_script import LaunchCommand
 from bench.audit.lint.lint_options import LintOptions
@@ -107,9 +107,10 @@ def _problem(error: InputError, files: Sequence[Path], options: LintOptions) -> 
 
 
 def _nothing_known(paths: Sequence[Path], files: Sequence[Path], options: LintOptions) -> str:
+    found = f"{paths[0]}: none of {len(files)} files is of a kind that lint knows"
     if len(files) == 1:
-        return f"{options.unknown[0]}; give {EXPECTED}"
-    return f"{paths[0]}: none of {len(files)} files is of a kind that lint knows; give {EXPECTED}"
+        found = options.unknown[0]
+    return f"{found}; {options.how_composed or f'give {EXPECTED}'}"
 
 
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
@@ -160,11 +161,14 @@ def _trainings(file: Path, options: LintOptions) -> list[_Training]:
                 "to tell its program, or of none that lint knows"
             )
     elif suffix in CONFIGS:
-        config = recognize(read_file(file), suffix)
+        root = read_file(file)
+        config = recognize(root, suffix)
         found = []
         if config is not None:
             found.append(_Training(config, options))
         kind = "is of no kind that lint knows"
+        if is_composed(root):
+            options.composed.append(plain(str(file)))
     else:
         read_text(file)
         found, kind = [], "is of no kind that lint knows"

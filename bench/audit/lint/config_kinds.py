@@ -253,6 +253,11 @@ def _has_training_arguments(root: ConfigPart, least: int) -> bool:
     return has(root, ("num_train_epochs",)) > 0 and found >= LEAST_BESIDE_EPOCHS and is_mostly_known
 
 
+def is_composed(root: ConfigPart) -> bool:
+    """Whether the file is a part of a config, which Hydra composes with those that it lists."""
+    return isinstance(root.at("defaults").value, list)
+
+
 def _is_of_hydra(root: ConfigPart) -> bool:
     """Whether Hydra composes the config, for a program that makes objects of it itself."""
     if has(root, ("hydra", "defaults")):
@@ -311,6 +316,9 @@ def _lightning(root: ConfigPart, suffix: str) -> Config | None:
                 for key in ("data", "model")
                 if around.at(key).given
             }
+            if around.at("callbacks").given and part.at("_target_").given:
+                # What Hydra makes of them is an argument of its call.
+                places.setdefault("trainer.callbacks", f"{above}.callbacks".lstrip("."))
         is_cli = place in {"trainer", "fit.trainer"} and _is_of_command_line(around)
         title = "Lightning's Trainer"
         if is_cli:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from bench.audit.lint.version_facts import UsedVersion, used
 from bench.audit.training_plan import TrainingPlan, ceil
+from bench.formatting import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,8 @@ class LintOptions:
     """What was not judged, and why: one line each."""
     unknown: list[str] = field(default_factory=list)
     """Files of no kind that lint knows, and why: one line each."""
+    composed: list[str] = field(default_factory=list)
+    """Files that Hydra composes with others."""
     problems: list[str] = field(default_factory=list)
     """Files that could not be read, or have a wrong value: one line each."""
 
@@ -33,6 +36,19 @@ class LintOptions:
         """Note what was not judged, once."""
         if line not in self.notes:
             self.notes.append(line)
+
+    @property
+    def how_composed(self) -> str:
+        """What to lint in place of such files; empty if there are none."""
+        if not self.composed:
+            return ""
+        more = ""
+        if len(self.composed) > 1:
+            more = f" and {plural(len(self.composed) - 1, 'more file')}"
+        return (
+            f"Hydra composes {self.composed[0]}{more} with others: lint the YAML that the program "
+            "prints with --cfg job --resolve"
+        )
 
     def want(self, samples: int | None, world_size: int | None, batch_size: int | None) -> None:
         """Note which of these a rule needs and does not know."""
