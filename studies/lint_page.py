@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scipy.stats import binomtest
-
 from bench.audit import lint as lint_package
 from bench.audit.lint import lint
 from bench.audit.lint.config_kinds import recognize
@@ -55,7 +53,6 @@ ABOUT_TRAINING = re.compile(
     rb"|per_device_train|^trainer\s*:|\"trainer\"\s*:|micro_?batch|deepspeed|num_train_epochs|gradient_clip_val",
     re.MULTILINE,
 )
-SIGNIFICANCE = 0.05
 LEAST, LEAST_OF_RULE = 0.95, 0.8
 """Shares of errors and warnings that must be right: of all, and of each rule."""
 
@@ -279,7 +276,6 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
         for day in days:
             of_day = {each for each in names if data[each]["read"] == day}
             sets.append((name, day, *_of_set(data, judged, of_day)))
-    newest = {each for each in fresh if data[each]["read"] == days[-1]}
     return "\n".join(
         [
             "# Lint on public configs",
@@ -306,7 +302,9 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
             ),
             "Rules were changed until they were right in the known ones, so the others are the test. What an older "
             "linter read was not read again. "
-            f"{_bound(data, judged, newest)}[Each repository](../{REPOSITORIES}) has its commit and its findings. "
+            "Repositories with wrong findings left them when a rule was changed, so their share is no estimate; that of "
+            "the first readings, below, is one. "
+            f"[Each repository](../{REPOSITORIES}) has its commit and its findings. "
             + judged["changed"],
             "",
             "## A second judge",
@@ -358,19 +356,6 @@ def _reasons(rule: str, judged: dict[str, Any]) -> str:
             where = "" if each["repository"] == "*" else f"{each['repository']}: "
             reasons.append(f"{where}{each['why']}")
     return "; ".join(reasons)
-
-
-def _bound(data: dict[str, Any], judged: dict[str, Any], names: set[str]) -> str:
-    """What the findings that are right say of their share (Clopper and Pearson), as a sentence."""
-    tally = sum(tallies(data, judged, names).values(), Counter())
-    if not tally:
-        return ""
-    test = binomtest(tally["right"], tally.total(), alternative="greater")
-    least = test.proportion_ci(1 - SIGNIFICANCE, "exact").low
-    return (
-        f"{_right(tally)} show a share of at least {100 * least:.0f} % (95 %, one-sided), if they were independent, "
-        "which those of one repository are not. "
-    )
 
 
 def repositories(data: dict[str, Any], judged: dict[str, Any]) -> str:
