@@ -302,8 +302,8 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
             ),
             "Rules were changed until they were right in the known ones, so the others are the test. What an older "
             "linter read was not read again. "
-            "Repositories with wrong findings left them when a rule was changed, so their share is no estimate; that of "
-            "the first readings, below, is one. "
+            "Repositories with wrong findings left them when a rule was changed, so their share is no estimate; that "
+            "of the first readings, below, is one. "
             f"[Each repository](../{REPOSITORIES}) has its commit and its findings. "
             + judged["changed"],
             "",
