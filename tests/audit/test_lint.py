@@ -33,6 +33,7 @@ from bench.audit.monitor import TOLERANCE, judge, measure
 from bench.audit.monitor_grid import Point, RateVerdict
 from bench.backends.base import registry
 from bench.errors import BAD, GOOD, WRONG, InputError
+from bench.findings import Level
 from tests.conftest import first
 
 NEW = UsedVersion((0, 19, 8))
@@ -755,6 +756,59 @@ def test_a_command_that_leaves_n_to_accelerate_is_not_refused(tmp_path: Path) ->
         path.write_text(f"{command} --do_train --num_train_epochs 2{options}\n")
         found = codes(lint([path], LintOptions(deepspeed=NEW)))
         assert ("MIS01" in found) is is_refused
+
+
+@pytest.mark.parametrize(
+    ("keys", "level"),
+    [
+        ({"optimizer": {"type": "Adam"}, "train_batch_size": 16}, Level.WARNING),
+        ({"optimizer": {"type": "Adam"}}, Level.NOTE),  # Lightning and the Trainer give a batch
+        ({"train_batch_size": 16}, Level.NOTE),
+    ],
+)
+def test_clipping_that_another_program_may_set_is_a_note(
+    tmp_path: Path, keys: dict[str, Any], level: Level
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}} | keys))
+    found = lint([path], LintOptions(deepspeed=NEW))
+    assert [each.level for each in found if each.code == "CLP01"] == [level]
+
+
+@pytest.mark.parametrize(
+    ("keys", "level"), [({"optimizer": {"type": "Adam"}}, Level.WARNING), ({}, Level.NOTE)]
+)
+def test_sums_of_a_config_that_a_program_completes_are_a_note(
+    tmp_path: Path, keys: dict[str, Any], level: Level
+) -> None:
+    """A program that brings the optimizer may set N and the dtype too."""
+    path = tmp_path / "ds.json"
+    config = {"gradient_accumulation_steps": 4, "bf16": {"enabled": True}, "gradient_clipping": 1}
+    path.write_text(json.dumps(config | keys))
+    found = lint([path], LintOptions(deepspeed=NEW))
+    assert [each.level for each in found if each.code == "ACC01"] == [level]
+
+
+@pytest.mark.parametrize(("gpus", "found"), [("gpus: 2, ", ["KEY04"]), ("", ["DBL01"])])
+def test_an_argument_that_is_refused_is_all_that_is_said(
+    tmp_path: Path, gpus: str, found: list[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        f"trainer: {{{gpus}accumulate_grad_batches: 4, strategy: deepspeed_stage_2, "
+        "max_steps: 9, log_every_n_steps: 1}\n"
+    )
+    options = LintOptions(deepspeed=NEW, lightning=UsedVersion(NEWEST["lightning"]))
+    assert codes(lint([path], options)) == found
+
+
+def test_a_list_of_lightning_cli_may_be_added_to(tmp_path: Path) -> None:
+    """jsonargparse reads callbacks+ in a config as it does on the command line."""
+    path = tmp_path / "config.yaml"
+    start = "seed_everything: 1\ntrainer:\n  max_steps: 9\n  log_every_n_steps: 1\n  accelerator: cpu\n  "
+    for key, found in (("callbacks+", []), ("callback+", ["KEY01"])):
+        path.write_text(f"{start}{key}: [{{class_path: TQDMProgressBar}}]\n")
+        assert codes(lint([path], LintOptions(lightning=UsedVersion(NEWEST["lightning"])))) == found
 
 
 def test_json_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:

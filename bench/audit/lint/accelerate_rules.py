@@ -124,22 +124,36 @@ def subjects(
         engine = dataclasses.replace(engine, is_known=False)
     yield AccelerateDeepSpeed(root, inner, given, engine, options, ranks, trainer)
     n = engine.accumulate
+    place, dtype = _precision(root)
     if trainer is not None:
-        same = list(_same_values(TrainerArguments(trainer, options), engine))
+        arguments = TrainerArguments(trainer, options)
+        same = list(_same_values(arguments, engine))
         n = _said_twice(same) or n
         yield from same
-    place = precision = root.at("mixed_precision")
-    if not precision.given:
-        place = inner
+        place, dtype = _precision(root, arguments)
     if not engine.is_known:
         return
     yield GradientSum(
-        engine.with_dtypes([str(precision.value)]),
+        engine.with_dtypes([dtype]),
         n or 1,
         options,
         ranks,
         place,
     )
+
+
+def _precision(
+    root: ConfigPart, arguments: TrainerArguments | None = None
+) -> tuple[ConfigPart, str]:
+    """Where the precision is set, and which: the Trainer's own before accelerate's."""
+    if arguments is not None:
+        for name, is_on in arguments.dtypes.items():
+            if is_on:
+                return arguments.part.at(name), name
+    place = root.at("mixed_precision")
+    if place.given:
+        return place, str(place.value)
+    return root.at("deepspeed_config"), ""
 
 
 def _same_values(arguments: TrainerArguments, engine: DeepSpeedConfig) -> Iterator[SameValue]:

@@ -53,7 +53,10 @@ def subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
     yield from deepspeed_keys(part, options)
     training = DeepSpeedAlone(config, options)
     yield training
-    yield GradientSum(config, training.accumulate or 1, options, options.world_size)
+    is_part = not part.at("optimizer").given
+    yield GradientSum(
+        config, training.accumulate or 1, options, options.world_size, is_part=is_part
+    )
     if config.autos:
         _note_autos(config, training.accumulate, options)
 
@@ -148,14 +151,17 @@ def _batch_sizes(training: DeepSpeedAlone) -> Iterator[Found]:
     advisory=SILENT_CLIPPING,
 )
 def _silent_clip(training: DeepSpeedAlone) -> Iterator[Found]:
-    """A config with 'auto' is for Hugging Face's Trainer, which means to clip to 1.0 too."""
+    """A config with 'auto' is for Hugging Face's Trainer, which means to clip to 1.0 too.
+
+    So may be one without the batch of all ranks, or for Lightning, which sets the threshold.
+    """
     part, used = training.config.part, training.options.deepspeed
     place = part.at("gradient_clipping")
     if place.given or training.config.autos or not is_known_bad(SILENT_CLIPPING, used):
         return
     level = Level.WARNING
     # Without an optimizer it may be for inference, or a part that the program fills up.
-    if not part.at("optimizer").given:
+    if training.config.batch is None or not part.at("optimizer").given:
         level = Level.NOTE
     small = SmallRun(4, 8)
     yield Found(

@@ -45,6 +45,8 @@ ADAPTERS = (
     "ia3",
 )
 """Beginnings of the keys by which programs train an adapter, whose parameters are in fp32."""
+NAMES_OF_RUN = ("output_dir", "run_name", "hub_model_id")
+"""Where a run is given a name, which may say that it trains an adapter."""
 
 
 class TrainerArguments:
@@ -142,9 +144,25 @@ class TrainerArguments:
                 return str(method.value) not in {"full", "freeze"}
         for key in self.part.names_here:
             value = self.part.under(key).value
-            if key.startswith(ADAPTERS) and value not in (None, False, 0, "", "none", "None"):
+            is_adapter = key.startswith(ADAPTERS) or key == "rank"
+            if is_adapter and value not in (None, False, 0, "", "none", "None"):
                 return True
-        return False
+        named = " ".join(str(self.part.at(key).value).lower() for key in NAMES_OF_RUN)
+        return "lora" in named or "adapter" in named
+
+    @property
+    def makes_model(self) -> bool:
+        """Whether the config describes a model that the program makes, and does not load."""
+        return any(
+            "num_hidden_layers" in self.part.under(key).names_here for key in self.part.names_here
+        )
+
+    @property
+    def launch_kind(self) -> str:
+        """What accelerate's config launches, such as FSDP; empty if there is none."""
+        if self.launch is None:
+            return ""
+        return str(self.launch.at("distributed_type").value).upper()
 
     @property
     def fsdp(self) -> ConfigPart | None:
@@ -152,7 +170,7 @@ class TrainerArguments:
         place = self.part.at("fsdp")
         if place.value and not place.unknown:
             return place
-        if self.launch is not None and self.launch.at("distributed_type").value == "FSDP":
+        if self.launch is not None and self.launch_kind == "FSDP":
             return self.launch.at("distributed_type")
         return None
 
@@ -169,7 +187,7 @@ class TrainerArguments:
                 # GradScaler refuses gradients of parameters in fp16, so that training does not
                 # start.
                 is_refused = dtype == "fp16" and self.dtypes["fp16"]
-                if self.part.at(key).value in names and not is_refused:
+                if self.part.at(key).value in names and not (is_refused or self.makes_model):
                     return self.part.at(key), dtype
         if self.has_bf16_parameters and self.dtypes["bf16"]:
             return self.part.at("bf16"), "bf16"
@@ -302,11 +320,15 @@ def _two_factors(arguments: TrainerArguments) -> Iterator[Found]:
 
 @rule(TrainerArguments, "ACC01", "hugging_face: {torch_dtype: bfloat16, model_name_or_path: m}")
 def _parameters_in_16_bits(arguments: TrainerArguments) -> Iterator[Found]:
-    """Parameters in 16 bits have such gradients, unless FSDP's mixed precision makes them fp32."""
+    """Parameters in 16 bits have such gradients, unless FSDP's mixed precision makes them fp32.
+
+    Under DeepSpeed its own config decides.
+    """
     found = arguments.parameters()
     if found is None or arguments.accumulate == 1 or arguments.trains_adapter:
         return
-    if arguments.fsdp is not None or arguments.part.at("deepspeed").value:
+    is_of_engine = arguments.part.at("deepspeed").value or arguments.launch_kind == "DEEPSPEED"
+    if arguments.fsdp is not None or is_of_engine:
         return
     place, dtype = found
     fix = (
@@ -436,10 +458,10 @@ def _long_warmup(arguments: TrainerArguments) -> Iterator[Found]:
         return
     if place.value in (-1, -1.0):
         return
-    if total and (warmup := place.number() or 0) >= total:
+    if total and (warmup := place.number() or 0) > total:
         yield Found(
             place,
-            f"the whole training has {total} optimizer steps, no more than warmup_steps "
+            f"the whole training has {total} optimizer steps, fewer than warmup_steps "
             f"{warmup:g}: the learning rate "
             f"reaches at most {(total - 1) / warmup:.0%} of its peak",
             f"set warmup_steps below {total}, or to a share of the training, such as 0.03",

@@ -66,16 +66,20 @@ def subjects(
     """
     training = LightningConfig(root, options)
     engine = training.engine
-    removed = frozenset({*known_keys()["trainer_removed"], "_target_", "_convert_", "_partial_"})
+    removed = {*known_keys()["trainer_removed"], "_target_", "_convert_", "_partial_"}
     yield from repeated_keys(root)
     if is_command_line:
         reader = "LightningCLI stops with exit status 2"
-        yield Keys(training.trainer, "trainer", reader, refused=True, ignored=removed)
+        appended = {f"{key}+" for key in known_keys()["trainer"]}  # adds to a list (jsonargparse)
+        ignored = frozenset(removed | appended)
+        yield Keys(training.trainer, "trainer", reader, refused=True, ignored=ignored)
     else:
-        yield Keys(training.trainer, "trainer", "Lightning's Trainer", shared=True, ignored=removed)
-    for key in training.trainer.names_here:
-        if key in known_keys()["trainer_removed"]:
-            yield RemovedArgument(training.trainer.under(key), options)
+        reader, ignored = "Lightning's Trainer", frozenset(removed)
+        yield Keys(training.trainer, "trainer", reader, shared=True, ignored=ignored)
+    removed_here = list(_removed_arguments(training))
+    yield from removed_here
+    if removed_here and holds("removed-trainer-keys", options.lightning):
+        return  # nothing is trained, of which more could be said
     yield training
     for key in ("accumulate_grad_batches", "max_epochs", "max_steps", "strategy"):
         if training.trainer.at(key).unknown:
@@ -97,6 +101,12 @@ def subjects(
         if training.schedule is None and engine.is_known:
             yield _sum(training, engine)
     yield from window_rules.subjects(training)
+
+
+def _removed_arguments(training: LightningConfig) -> Iterator[RemovedArgument]:
+    for key in training.trainer.names_here:
+        if key in known_keys()["trainer_removed"]:
+            yield RemovedArgument(training.trainer.under(key), training.options)
 
 
 def _sum(training: LightningConfig, engine: DeepSpeedConfig) -> GradientSum:

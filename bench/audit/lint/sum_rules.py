@@ -47,6 +47,8 @@ class GradientSum:
     """The key that sets dtype and stage where the DeepSpeed config itself does not."""
     is_fork: bool = False
     """Whether another program brings its own DeepSpeed, whose version is not known."""
+    is_part: bool = False
+    """Whether the program that has the optimizer may set N and the dtype too."""
 
     def place(self, key: str) -> ConfigPart:
         """Where a key of the DeepSpeed config is set."""
@@ -98,7 +100,14 @@ def _dtype(gradients: GradientSum) -> Iterator[Found]:
             fix += f", and use {NEEDS_FP32_SUM} (VER03)"
         if not place.given:
             place = gradients.place(f"{dtype}.enabled")
-        yield from in_16_bits(place, gradients.n, dtype, fix)
+        for each in in_16_bits(place, gradients.n, dtype, fix):
+            yield _of_part(each) if gradients.is_part else each
+
+
+def _of_part(found: Found) -> Found:
+    """The finding in a config that the program completes."""
+    what = f"unless the program sets another N or dtype, {found.what}"
+    return found._replace(what=what, level=Level.NOTE)
 
 
 def in_16_bits(place: ConfigPart, accumulate: int, dtype: str, fix: str) -> Iterator[Found]:
