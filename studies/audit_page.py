@@ -341,12 +341,12 @@ VERSIONS_TEXT = """\
 
 Called right with torch 2.13.0 and these versions of one package at a time:"""
 OLDER_TEXT = """\
-With torch 2.4.1, DeepSpeed 0.15.0, accelerate 0.34.2, Lightning 2.4.0: 42 scripts run by hand got their verdict; FSDP2
-needs CUDA. Before 2.5 injected losses are unseen."""
+With torch 2.4.1, DeepSpeed 0.15.0, accelerate 0.34.2, Lightning 2.4.0: 42 scripts run by hand got their verdict, and 5
+with 2.6.0; FSDP2 needs CUDA. Before 2.5 injected losses are unseen."""
 HELD_OUT = """\
 The audit's limits were chosen with these scripts. 55 others were written before they were audited: of 18 with a fault
-11 were named, 4 got a warning with the right number, and 3 were not judged; of 37 right ones 1 was accused, and 1 was
-stopped by the audit. Both are fixed, and among these scripts.
+11 were named, 4 got a warning with the right number, 3 were not judged; of 37 right ones 1 was accused, 1 was stopped
+by the audit. Both are fixed, and among these scripts.
 """
 PUBLIC = """\
 ## Training loops of other projects
