@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -14,6 +15,8 @@ from studies import ROOT
 REPORTS = ROOT / "studies" / "known_bad" / "upstream.toml"
 PAGE = ROOT / "docs" / "known-bad.md"
 UPSTREAM = ROOT / "docs" / "upstream"
+GATHERS = ROOT / "docs" / "zero3.json"
+"""How far losses are off by configuration and seed: from tests/cuda/plain_zero3.py."""
 PACKAGES = {
     "deepspeed": "DeepSpeed",
     "lightning": "Lightning",
@@ -151,22 +154,56 @@ def wish(wanted: Wanted) -> str:
 
 def report(advisory: Advisory, words: Mapping[str, str]) -> str:
     """A report that can be filed as it is."""
-    code = (ROOT / advisory.reproducer).read_text(encoding="utf-8").rstrip()
     rows = [[*measured(row), "wrong"] for row in advisory.bad] + [
         [*measured(row), "right"] for row in advisory.good
     ]
-    table = markdown_table(["version", "date", advisory.case, ""], rows)
-    run = f"torchrun --nproc-per-node {advisory.ranks} {advisory.reproducer.rpartition('/')[2]}"
-    if "import deepspeed" in code:
-        run = f"DS_ACCELERATOR=cpu LOCAL_SIZE={advisory.ranks} {run}"
+    return _report(
+        words,
+        f"{PACKAGES[advisory.package]} {versions(advisory.affected)}, {ending(advisory)}. Python 3.11, "
+        "torch 2.13.0 (CPU build), gloo.",
+        f"The program prints `{advisory.case}`. Right would be {advisory.right}.",
+        markdown_table(["version", "date", advisory.case, ""], rows),
+        advisory.reproducer,
+        advisory.ranks,
+    )
+
+
+def suspicion(words: Mapping[str, str]) -> str:
+    """A report on the order of ZeRO-3's gathers, which only the stub of CUDA has shown."""
+    deviations = json.loads(GATHERS.read_text(encoding="utf-8"))["deviation"]
+    rows = []
+    for name, by_seed in deviations.items():
+        off = by_seed.values()
+        rows.append([name, f"{min(off):.2g} to {max(off):.2g}" if any(off) else "0"])
+    return _report(
+        words,
+        words["versions"],
+        words["shown"].strip(),
+        markdown_table(["configuration", "largest deviation of a loss, by seed"], rows),
+        words["reproducer"],
+        2,
+    )
+
+
+def _report(
+    words: Mapping[str, str],
+    versions_measured: str,
+    shown: str,
+    table: Sequence[str],
+    reproducer: str,
+    ranks: int,
+) -> str:
+    code = (ROOT / reproducer).read_text(encoding="utf-8").rstrip()
+    run = f"torchrun --nproc-per-node {ranks} {reproducer.rpartition('/')[2]}"
+    if "import deepspeed" in code and ".cuda" not in code:
+        run = f"DS_ACCELERATOR=cpu LOCAL_SIZE={ranks} {run}"
     parts = [
         f"# {words['title']}",
         f"For {words['project']}. Written by `python -m studies.known_bad_page`; this project has not filed it.",
-        f"**Versions:** {PACKAGES[advisory.package]} {versions(advisory.affected)}, {ending(advisory)}. Python 3.11, "
-        "torch 2.13.0 (CPU build), gloo.",
+        f"**Versions:** {versions_measured}",
         "## Expected, and what happens",
         words["expected"].strip(),
-        f"The program prints `{advisory.case}`. Right would be {advisory.right}.",
+        shown,
         "\n".join(table).rstrip(),
         "## Reproducer",
         f"Run it with `{run}`.",
@@ -183,7 +220,11 @@ def reports() -> dict[str, str]:
     """All reports by the name of their file."""
     advisories = {advisory.id: advisory for advisory in load(FILE)}
     stored = tomllib.loads(REPORTS.read_text(encoding="utf-8"))
-    return {f"{name}.md": report(advisories[name], words) for name, words in stored.items()}
+    found = {}
+    for name, words in stored.items():
+        text = report(advisories[name], words) if name in advisories else suspicion(words)
+        found[f"{name}.md"] = text
+    return found
 
 
 def main() -> None:

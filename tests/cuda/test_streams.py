@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import pytest
 
 from bench.backends.base import registry
 from bench.plan.cell import REFERENCES, Precision
+from tests.conftest import ROOT
 from tests.cuda.allowed import RACES
 from tests.cuda.cells import counted_cell
 from tests.cuda.conftest import Machine
@@ -82,6 +85,25 @@ def test_backends_are_right_in_any_order(
     process = machine.bench(*SMOKE, *options, "--out", "run", gpus=4, FAKE_STREAMS=str(seed))
     assert not unexpected(machine.records()), told(machine.records())
     assert process.returncode == 0 and not judged(machine), process.stdout + process.stderr
+
+
+def test_the_reproducer_of_zero3s_gathers_shows_them_where_streams_may_wait(
+    machine: Machine,
+) -> None:
+    """Run as the report on it says; where streams do at once what they are asked, nothing is off."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    deviations = []
+    for streams in ({"FAKE_STREAMS": "2"}, {}):
+        process = subprocess.run(
+            [*command, str(ROOT / "studies" / "zero3_gather_order.py")],
+            env=machine.environment(2, values=True, **streams),
+            cwd=machine.folder,
+            capture_output=True,
+            text=True,
+        )
+        assert process.returncode == 0, process.stderr
+        deviations.append(json.loads(process.stdout.splitlines()[-1])["deviation"])
+    assert deviations[0] > 0.001 and deviations[1] == 0
 
 
 @pytest.mark.slow
