@@ -282,9 +282,9 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
             "",
             f"Written by `{COMMAND}` from [lint.json](lint.json).",
             "",
-            "How many errors and warnings of `lint` are right, on files that were not written for it: "
+            "How many errors and warnings of `lint` are right, on files not written for it: "
             f"{unknown + unreadable + kinds.total():,} files of {len(data)} public repositories, those of "
-            "one commit that are about training, each content once per reading, without options, for "
+            "one commit about training, each content once per reading, without options, for "
             f"DeepSpeed 0.19.8 and Lightning 2.6.6. {unknown:,} are of no kind that `lint` knows, "
             f"{unreadable} have a value that it refuses, and {kinds.total():,} are of "
             f"{', '.join(kind for kind, _ in kinds.most_common(KINDS_SHOWN))} and {len(kinds) - KINDS_SHOWN} other "
@@ -302,15 +302,14 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
             ),
             "Rules were changed until they were right in the known ones, so the others are the test. What an older "
             "linter read was not read again. "
-            "Repositories with wrong findings left them when a rule was changed, so their share is no estimate; that "
-            "of the first readings, below, is one. "
-            f"[Each repository](../{REPOSITORIES}) has its commit and its findings. "
+            "Repositories with wrong findings left them when a rule was changed, so only first readings, below, are "
+            f"an estimate. [Each repository](../{REPOSITORIES}) has its commit and findings. "
             + judged["changed"],
             "",
             "## A second judge",
             "",
-            "Each finding of two rules in what was first read on 2026-11-28 was judged by a program that shares no "
-            "code with `lint` and has the frameworks read arguments and configs on the CPU.",
+            "Each finding of two rules first read on 2026-11-28 was judged by a program that shares no "
+            "code with `lint` and has the frameworks read them on the CPU.",
             "",
             *markdown_table(
                 ("rule", "repositories", "right", "how"),
