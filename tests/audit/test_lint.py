@@ -622,6 +622,22 @@ def test_a_script_is_read_as_bash_runs_it(
     assert again.arguments.value == values
 
 
+@pytest.mark.parametrize(
+    ("option", "found"),
+    [("--max_step 50", []), ("--max_stps 50", ["KEY02"]), ("--gradient_accumulation_step 8", [])],
+)
+def test_the_beginning_of_an_option_is_the_option(
+    tmp_path: Path, option: str, found: list[str]
+) -> None:
+    """argparse takes it where no other option begins so; a YAML file has no such rule."""
+    path = tmp_path / "train.sh"
+    path.write_text(
+        "torchrun train.py --output_dir o --per_device_train_batch_size 1 --logging_steps 1 "
+        f"--learning_rate 1e-4 {option}\n"
+    )
+    assert codes(lint([path], LintOptions(deepspeed=NEW))) == found
+
+
 def test_what_stops_lint_says_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -57,6 +57,8 @@ def _unknown(keys: Keys) -> Iterator[Found]:
         near = "".join(difflib.get_close_matches(key, names, n=1, cutoff=SIMILAR))
         if keys.shared and (not near or near in keys.part.names_here or near[-1].isdigit()):
             continue  # adam_betas is no misspelt adam_beta1
+        if keys.shared and _is_option(keys.part) and _num_that_begin_with(key, names) == 1:
+            continue  # argparse takes --max_step for --max_steps
         place = keys.part.under(key)
         fix = "remove it"
         if near:
@@ -73,6 +75,15 @@ def _unknown(keys: Keys) -> Iterator[Found]:
         if near:
             level = Level.WARNING
         yield Found(place, what, fix, same, level, code="KEY02")
+
+
+def _is_option(part: ConfigPart) -> bool:
+    """Whether keys are options of a command in a script."""
+    return Path(part.file).suffix not in {".yaml", ".yml", ".json", ".toml"}
+
+
+def _num_that_begin_with(key: str, names: Iterable[str]) -> int:
+    return sum(name.startswith(key) for name in names)
 
 
 @dataclass(frozen=True)
