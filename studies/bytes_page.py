@@ -273,9 +273,9 @@ def _held(measured: Measured) -> list[str]:
         "",
         "Where gradients are sharded, a rank holds its shard under eager sync (ZeRO-2 in fp32: each parameter that "
         "overlaps it, whole), and all of them under deferred sync, whatever W (DeepSpeed's ZeRO-3 a shard "
-        "besides). DDP holds all gradients, and under deferred sync twice: unreduced sums, and the buckets of which "
-        "reduced gradients are views. HF Trainer's DDP has no views, and its buckets count as communication. On one "
-        "rank Accelerate defers nothing under DDP.",
+        "besides). DeepSpeed's offload holds one more, on the host. DDP holds all gradients, and under deferred sync "
+        "twice: unreduced sums, and buckets of which reduced ones are views. HF Trainer's has no views; its buckets "
+        "count as communication. On one rank Accelerate defers nothing under DDP.",
         "",
         *markdown_table(
             ("backend", *(w.removesuffix(f", {SHOWN_MODEL}") for w in worlds)), _merged(rows)

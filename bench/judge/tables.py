@@ -374,7 +374,7 @@ def _add_timed(
         row.step_time_s = seconds
         row.facts.span_s, row.facts.observed_span_s = timed.span_s, timed.observed_span_s
         row.facts.marking_s = timed.marking_s
-        row.facts.steps_s = math.fsum((*timed.warmup_seconds, *timed.step_seconds))
+        row.facts.steps_s = min(map(math.fsum, timed.rank_step_seconds), default=None)
         if cell.world.times_communication:
             _add_rates(row, record, seconds, manifest)
     if timed.cuda_memory:

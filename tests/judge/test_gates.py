@@ -558,7 +558,7 @@ def test_a_model_of_unknown_flops_is_held_against_its_matrix_products() -> None:
         (6.1, 6.15, []),
         (6.1, None, []),
         (0.61, 6.1, ["took 6.100 s", "0.6100 s by that of the rank"]),
-        (2.0, 2.0, ["not times of steps"]),
+        (1.0, 1.0, ["not times of steps"]),
     ],
 )
 def test_a_clock_that_the_kernel_contradicts_is_none(
@@ -569,6 +569,12 @@ def test_a_clock_that_the_kernel_contradicts_is_none(
         check_caught(row, Gate.TIME, *words)
     else:
         check_sound(row)
+
+
+def test_ranks_that_begin_one_after_the_other_have_steps_of_their_own() -> None:
+    """The slowest rank of each step makes a sum that none of them had."""
+    late = {"rank_step_seconds": [[0.1, 2.0], [2.0, 0.1]], "step_seconds": [2.0, 2.0]}
+    check_sound(verdict(record(**late, warmup_seconds=[], span_s=2.2, observed_span_s=2.2)))
 
 
 def test_a_value_beyond_a_limit_is_never_told_as_the_limit() -> None:
