@@ -157,14 +157,18 @@ def report(advisory: Advisory, words: Mapping[str, str]) -> str:
     rows = [[*measured(row), "wrong"] for row in advisory.bad] + [
         [*measured(row), "right"] for row in advisory.good
     ]
+    code = (ROOT / advisory.reproducer).read_text(encoding="utf-8").rstrip()
+    run = _launch(advisory.reproducer, advisory.ranks)
+    if "import deepspeed" in code:
+        run = f"DS_ACCELERATOR=cpu LOCAL_SIZE={advisory.ranks} {run}"
     return _report(
         words,
         f"{PACKAGES[advisory.package]} {versions(advisory.affected)}, {ending(advisory)}. Python 3.11, "
         "torch 2.13.0 (CPU build), gloo.",
         f"The program prints `{advisory.case}`. Right would be {advisory.right}.",
         markdown_table(["version", "date", advisory.case, ""], rows),
-        advisory.reproducer,
-        advisory.ranks,
+        run,
+        code,
     )
 
 
@@ -180,9 +184,13 @@ def suspicion(words: Mapping[str, str]) -> str:
         words["versions"],
         words["shown"].strip(),
         markdown_table(["configuration", "largest deviation of a loss, by seed"], rows),
-        words["reproducer"],
-        2,
+        _launch(words["reproducer"], 2),
+        (ROOT / words["reproducer"]).read_text(encoding="utf-8").rstrip(),
     )
+
+
+def _launch(reproducer: str, ranks: int) -> str:
+    return f"torchrun --nproc-per-node {ranks} {reproducer.rpartition('/')[2]}"
 
 
 def _report(
@@ -190,13 +198,9 @@ def _report(
     versions_measured: str,
     shown: str,
     table: Sequence[str],
-    reproducer: str,
-    ranks: int,
+    run: str,
+    code: str,
 ) -> str:
-    code = (ROOT / reproducer).read_text(encoding="utf-8").rstrip()
-    run = f"torchrun --nproc-per-node {ranks} {reproducer.rpartition('/')[2]}"
-    if "import deepspeed" in code and ".cuda" not in code:
-        run = f"DS_ACCELERATOR=cpu LOCAL_SIZE={ranks} {run}"
     parts = [
         f"# {words['title']}",
         f"For {words['project']}. Written by `python -m studies.known_bad_page`; this project has not filed it.",

@@ -374,12 +374,25 @@ def _add_timed(
         row.step_time_s = seconds
         row.facts.span_s, row.facts.observed_span_s = timed.span_s, timed.observed_span_s
         row.facts.marking_s = timed.marking_s
-        row.facts.steps_s = min(map(math.fsum, timed.rank_step_seconds), default=None)
+        row.facts.steps_s = _own_steps(timed)
         if cell.world.times_communication:
             _add_rates(row, record, seconds, manifest)
     if timed.cuda_memory:
         row.peak_memory_bytes = timed.cuda_memory["allocated"]
         row.peak_memory_source = "CUDA allocator, allocated"
+
+
+def _own_steps(timed: MergedTimings) -> float | None:
+    """Seconds of all steps of the rank whose own take the least together; None if unknown.
+
+    The warm-up counts where there is one rank: of several, only that of the slowest is recorded.
+    """
+    if not timed.rank_step_seconds:
+        return None
+    least = min(map(math.fsum, timed.rank_step_seconds))
+    if len(timed.rank_step_seconds) == 1:
+        least += math.fsum(timed.warmup_seconds)
+    return least
 
 
 def _add_end(row: TrialRow, end: EndCheck) -> None:

@@ -414,7 +414,7 @@ class GateFacts:
     observed_span_s: float | None = None
     """The same by the kernel's clock."""
     steps_s: float | None = None
-    """Timed steps of the rank whose own take the least together: ranks need not begin at once."""
+    """Steps of the rank whose own take the least together, since ranks need not begin at once."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -22,7 +22,7 @@ from bench.audit.lint import (
     lightning_rules,
     loop_rules,
 )
-from bench.audit.lint.config_file import ConfigPart, NoConfigError, read_file, read_text
+from bench.audit.lint.config_file import CONFIGS, ConfigPart, NoConfigError, read_file, read_text
 from bench.audit.lint.config_kinds import EXPECTED, Config, Reader, is_composed, recognize
 from bench.audit.lint.known_keys import known_keys
 from bench.audit.lint.launch_script import LaunchCommand
@@ -32,7 +32,6 @@ from bench.audit.lint.rules import findings as findings_about
 from bench.errors import InputError
 from bench.formatting import plain
 
-CONFIGS = {"yaml", "yml", "json", "toml"}
 SCRIPTS = {"sh", "bash", "sbatch", "slurm"}
 MOST_FILES = 20_000
 """Files of a folder that are looked at."""

@@ -124,15 +124,15 @@ def subjects(
         engine = dataclasses.replace(engine, is_known=False)
     yield AccelerateDeepSpeed(root, inner, given, engine, options, ranks, trainer)
     n = engine.accumulate
-    place, dtype = _precision(root)
+    arguments = None
     if trainer is not None:
         arguments = TrainerArguments(trainer, options)
         same = list(_same_values(arguments, engine))
         n = _said_twice(same) or n
         yield from same
-        place, dtype = _precision(root, arguments)
     if not engine.is_known:
         return
+    place, dtype = _precision(root, arguments)
     yield GradientSum(
         engine.with_dtypes([dtype]),
         n or 1,
@@ -142,9 +142,7 @@ def subjects(
     )
 
 
-def _precision(
-    root: ConfigPart, arguments: TrainerArguments | None = None
-) -> tuple[ConfigPart, str]:
+def _precision(root: ConfigPart, arguments: TrainerArguments | None) -> tuple[ConfigPart, str]:
     """Where the precision is set, and which: the Trainer's own before accelerate's."""
     if arguments is not None:
         for name, is_on in arguments.dtypes.items():

@@ -16,6 +16,8 @@ from yaml.constructor import ConstructorError
 
 from bench.errors import InputError, shown
 
+CONFIGS = {"yaml", "yml", "json", "toml"}
+"""Endings of config files."""
 MAX_BYTES = 1 << 20
 """Size of a config file; a larger one is no config."""
 MAX_DEPTH = 64

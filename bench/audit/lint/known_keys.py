@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from bench.audit.lint.config_file import ConfigPart
+from bench.audit.lint.config_file import CONFIGS, ConfigPart
 from bench.audit.lint.rules import STOPS, Found, rule, says
 from bench.findings import Level
 
@@ -79,7 +79,7 @@ def _unknown(keys: Keys) -> Iterator[Found]:
 
 def _is_option(part: ConfigPart) -> bool:
     """Whether keys are options of a command in a script."""
-    return Path(part.file).suffix not in {".yaml", ".yml", ".json", ".toml"}
+    return Path(part.file).suffix[1:].lower() not in CONFIGS
 
 
 def _num_that_begin_with(key: str, names: Iterable[str]) -> int:
