@@ -45,7 +45,7 @@ RIGHT_LOOPS = {
     "transformers": ("hf right",),
 }
 """By package."""
-BLOCKS = 150
+BLOCKS = 3000
 """Windows of each mode."""
 MOST = 1.02
 """Of an interval of what counting costs."""
