@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import importlib.metadata
 import importlib.util
@@ -32,7 +33,7 @@ if sys.platform == "win32":
 
 from bench import __version__
 from bench.commands import COMMANDS, TRAINING
-from bench.errors import DEFECT, GOOD, INTERRUPTED, WRONG, InputError, is_interrupt
+from bench.errors import DEFECT, GOOD, INTERRUPTED, WRONG, InputError, is_interrupt, shown
 from bench.formatting import plain
 from bench.launch.interrupt import terminate_as_interrupt
 from bench.plain_stream import plain_streams
@@ -132,11 +133,20 @@ def _main(argv: Sequence[str] | None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return GOOD
     except (KeyboardInterrupt, Exception) as error:
-        if is_interrupt(error):
-            return INTERRUPTED
-        if DEBUG in given:
-            traceback.print_exc()
-        return _failed(error)
+        return _ended(error, is_debugged=DEBUG in given)
+
+
+def _ended(error: BaseException, *, is_debugged: bool) -> int:
+    """The exit status of an unexpected end, which a line says unless it is an interrupt."""
+    if is_interrupt(error):
+        return INTERRUPTED
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        name = shown(plain(error.filename))
+        print(f"bench: {name}: no file has so long a name; give a shorter one", file=sys.stderr)
+        return WRONG
+    if is_debugged:
+        traceback.print_exception(error)
+    return _failed(error)
 
 
 def _require_training(command: str) -> None:

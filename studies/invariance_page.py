@@ -44,6 +44,7 @@ TRAINED_BY = {
     "hf": "HF Trainer",
     "deepspeed": "DeepSpeed",
     "lightning": "Lightning",
+    "torchtitan": "torchtitan's Trainer",
 }
 """By how the name of a script begins."""
 Results: TypeAlias = dict[str, Any]
@@ -167,8 +168,8 @@ def _known_verdicts(cases: Sequence[SplitCase], data: Results) -> Iterator[str]:
     excused = [case for case in right if case.verdict != ROUNDED]
     yield (
         f"The [scripts](../tests/invariance/cases.py) ran at N = 1 and at N = 4. Of {len(wrong)} wrong ones "
-        f"{len(found)} are found, and of {len(right)} right ones {len(accused)} are accused; {len(excused)} right ones "
-        "may depend on N or are not seeded, and the answer says so."
+        f"{len(found)} are found, of {len(right)} right ones {len(accused)} accused; {len(excused)} right ones "
+        "may depend on N or are unseeded, and the answer says so."
     )
     yield ""
     yield "| trained by | wrong, found | right, accused |"
@@ -208,7 +209,7 @@ def _cost(found: Sequence[dict[str, float]]) -> str:
     return (
         f"On a model of {usual['parameters'] / 1e6:.0f} million parameters (AdamW, clipping, {usual['tokens']:,.0f} "
         f"tokens per update in {usual['accumulate']} micro-batches as in `gpu`, one thread of a CPU), the recorder "
-        f"takes {100 * usual['share']:.1f} % of the time of an update that is sampled: {usual['recorder_s']:.1f} s of "
+        f"takes {100 * usual['share']:.1f} % of the time of a sampled update: {usual['recorder_s']:.1f} s of "
         f"{usual['window_s']:.0f} s. With {short['tokens']:,.0f} tokens it takes {short['recorder_s']:.1f} s, too: "
         f"{100 * short['share']:.1f} %. Afterwards it looks at one flag per backward, step and batch."
     )

@@ -40,8 +40,8 @@ LIMITS = """\
   optimizers of inverse roots or orthogonal factors (Shampoo, Muon), faults below 30 %, and integer states.
 - Averages and schedules that are neither modules, nor schedules of torch or DeepSpeed, nor lists or dictionaries with a
   tensor per parameter in an attribute or global variable.
-- Quantized training is known by the names of functions in the graph (FP8, FP4, 8 bits); without such a name it may be
-  called different.
+- Quantized training is known by names of functions in the graph (FP8, FP4, 8 bits); without one it may be called
+  different.
 - Optimizers not derived from `torch.optim.Optimizer`, or with several backwards per step; `python -I` or `-E`.
 - What amplifies rounding without a limit, as exact factors of a gradient without full rank do, may be called different;
   so may a loss that depends on its micro-batch as a whole. Without a loader or an input that shows the samples, only a
@@ -49,7 +49,7 @@ LIMITS = """\
 PUBLIC = """\
 ## Scripts of other projects
 
-Tiny models with random tokens on the CPU. *Italics* say what the code of each script has shown.
+Tiny models, random tokens, on the CPU. *Italics*: what the code of each script has shown.
 """
 PUBLIC_SCRIPTS: tuple[tuple[str, str, str, str], ...] = (
     (

@@ -226,6 +226,7 @@ BAD_INPUT = {
     ],
     "": [
         ("walk", r"invalid choice: 'walk' .*run.*plan.*backends.*report"),
+        (f"check {'n' * 300} --debug", r"'n+\.\.\.: no file has so long a name"),
         (
             "report nowhere",
             r"nowhere: holds no run \(run.json: ",

@@ -532,7 +532,12 @@ def _recommendation_by_memory(question: Question, fitting: Records, able: Record
             "wrong."
         )
     on_device = [row for row in fitting if row["host_bytes"] is None]
-    needs = _least_text(question, fitting, on_device or fitting or able, on_device)
+    preferred = able
+    if on_device:
+        preferred = on_device
+    elif fitting:
+        preferred = fitting
+    needs = _least_text(question, fitting, preferred, on_device)
     if not fitting:
         ways = "more ranks or a smaller micro-batch"
         if not question.cell.activation_checkpointing:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
-from bench.backends.base import Call
+from bench.backends.base import Backend, Call
 from bench.plan.cell import SGD, Cell, Device, Precision, Sync
 from bench.workload.layout import Layout
 
@@ -17,11 +16,10 @@ apply."""
 NO_SETTINGS: Settings = {}
 CallsAndHeld = tuple[Iterable[Call], dict[str, int]]
 """The collectives of a window, and the bytes held by category."""
-Formula = Callable[[type[Any], Cell, Layout, int, Settings], CallsAndHeld | None]
+Formula = Callable[[type[Backend], Cell, Layout, int, Settings], CallsAndHeld | None]
 """From backend, cell, layout, rank and settings; None for a cell that it does not cover.
 
-Each takes backends of its own class, and those of other packages come in here, so the class is
-anybody's.
+Each raises TypeError for a backend of a class that is not its own.
 """
 
 

@@ -230,7 +230,7 @@ def buckets(sizes: Sequence[int], limits: Sequence[int]) -> list[int]:
 
 
 def ddp(
-    backend: type[DDPBackend], cell: Cell, layout: Layout, rank: int, settings: Settings
+    backend: type[Backend], cell: Cell, layout: Layout, rank: int, settings: Settings
 ) -> CallsAndHeld:
     """All-reduces of gradient buckets and broadcasts of buffers; DDP does both at W = 1 too.
 
@@ -246,6 +246,8 @@ def ddp(
     summed under ``no_sync`` are tensors of their own. The model's buffers are not counted: a
     broadcast copies them, unless a dtype has only one, which is then sent directly.
     """
+    if not issubclass(backend, DDPBackend):
+        raise TypeError(f"{backend.__name__} is not made from {DDPBackend.__name__}")
     is_eager = backend.sync is Sync.EAGER or (backend.eager_on_one_rank and cell.world_size == 1)
     times = 1
     if is_eager:
@@ -287,13 +289,15 @@ def local(parameters: Sequence[Parameter], world_size: int, rank: int) -> int:
 
 
 def fsdp2(
-    backend: type[FSDP2Backend], cell: Cell, layout: Layout, rank: int, settings: Settings
+    backend: type[Backend], cell: Cell, layout: Layout, rank: int, settings: Settings
 ) -> CallsAndHeld | None:
     """FSDP2 over the ranks of a shard group: all of them, or W / R under HSDP.
 
     None where the root is split and the model is not shipped: the units then depend on methods of
     the model.
     """
+    if not issubclass(backend, FSDP2Backend):
+        raise TypeError(f"{backend.__name__} is not made from {FSDP2Backend.__name__}")
     if backend.splits_root and cell.workload != "llama":
         return None
     layout = units_of(backend, layout)

@@ -47,6 +47,10 @@ class GatherState(Enum):
     PRESENT = 2
 
 
+NOT_YET = -(10**10)
+"""The step for which a parameter was fetched that was not: before all others."""
+
+
 class Coordinator:
     """Replays micro-batches after the first, which recorded the trace of modules."""
 
@@ -88,9 +92,8 @@ class Coordinator:
             else:
                 unfinished.pop(~event, None)
                 self._leave(~event)
-        for module in reversed(
-            unfinished
-        ):  # whose inputs need no gradient (release_backward_leftovers)
+        # Their inputs need no gradient (release_backward_leftovers).
+        for module in reversed(unfinished):
             for p in self._layout.modules[module]:
                 self._users[p].discard(module)
                 if p not in self._persistent:
@@ -98,7 +101,13 @@ class Coordinator:
 
     def state(self) -> tuple[GatherState, ...]:
         """The states that carry over to the next micro-batch."""
-        return tuple(GatherState.PRESENT if s is GatherState.INFLIGHT else s for s in self._status)
+        carried = []
+        for state in self._status:
+            if state is GatherState.INFLIGHT:
+                carried.append(GatherState.PRESENT)
+            else:
+                carried.append(state)
+        return tuple(carried)
 
     def _begin(self) -> None:
         """Forward begins: release what is in flight and restart the prefetch queue (reset_step)."""
@@ -106,7 +115,7 @@ class Coordinator:
             self._wait(p)
             self._release(p)
         self._queue = deque(self._trace)
-        self._fetched_for: dict[int, int] = defaultdict(lambda: -(10**10))
+        self._fetched_for: dict[int, int] = defaultdict(lambda: NOT_YET)
         self._step = 0
         self._live = 0
         self.gathers = []
@@ -136,12 +145,21 @@ class Coordinator:
         for p in needed:
             self._users[p].add(module)
             self._wait(p)
-        not_yet = {p for p in needed if self._fetched_for[p] < self._step}
-        discarded: set[int] = set()
-        while self._queue and len(discarded) < len(not_yet):
+        self._drop_from_queue(needed)
+        self._gather(self._ahead())
+        self._step += 1
+
+    def _drop_from_queue(self, needed: Sequence[int]) -> None:
+        """Take from the queue as many parameters as were fetched now, and not ahead."""
+        fetched_now = {p for p in needed if self._fetched_for[p] < self._step}
+        dropped: set[int] = set()
+        while self._queue and len(dropped) < len(fetched_now):
             p, step = self._queue.popleft()
             self._fetched_for[p] = step
-            discarded.add(p)
+            dropped.add(p)
+
+    def _ahead(self) -> list[int]:
+        """The next absent parameters of the queue, as many as there is room for."""
         room = min(self._max_live - self._live, self._prefetch)
         ahead: list[int] = []
         numel = 0
@@ -151,8 +169,7 @@ class Coordinator:
             if self._status[p] is GatherState.ABSENT and p not in ahead:
                 ahead.append(p)
                 numel += self._numel[p]
-        self._gather(ahead)
-        self._step += 1
+        return ahead
 
     def _leave(self, module: int) -> None:
         """Release a module's parameters (release_sub_module).
@@ -160,23 +177,27 @@ class Coordinator:
         Those that prefetching skipped, as they were present, stay.
         """
         key = (module, self._step)
-        if key not in self._released:  # __params_to_release caches its results
-            needed: set[int] = set()
-            for p in self._layout.modules[module]:
-                if p not in self._persistent and self._fetched_for[p] <= self._step:
-                    needed.add(p)
-            traversed = 0
-            for later in self._order[self._step :]:
-                if traversed >= self._reuse:
-                    break
-                for p in self._layout.modules[later]:
-                    needed.discard(p)
-                    traversed += self._numel[p]
-            self._released[key] = frozenset(needed)
+        if key not in self._released:
+            self._released[key] = self._to_release(module)
         for p in self._layout.modules[module]:
             self._users[p].discard(module)
             if p in self._released[key]:
                 self._release(p)
+
+    def _to_release(self, module: int) -> frozenset[int]:
+        """Its parameters that are not used again soon (__params_to_release caches its results)."""
+        found: set[int] = set()
+        for p in self._layout.modules[module]:
+            if p not in self._persistent and self._fetched_for[p] <= self._step:
+                found.add(p)
+        traversed = 0
+        for later in self._order[self._step :]:
+            if traversed >= self._reuse:
+                break
+            for p in self._layout.modules[later]:
+                found.discard(p)
+                traversed += self._numel[p]
+        return frozenset(found)
 
     def _release(self, p: int) -> None:
         if self._status[p] is GatherState.PRESENT and not self._users[p]:

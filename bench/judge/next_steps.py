@@ -45,16 +45,32 @@ def times_unavailable(run: Run, rows: Sequence[ComparedPair], folder: Path) -> F
     timed = [row for row in compared if row.b.world.times_communication]
     if not timed:
         return _nothing_to_compare(run)
-    for row in timed:
-        has_ratio = row.has_interval or (row.time is not None and row.time.runs)
-        if has_ratio and row.verdict is not Verdict.NOT_COMPARABLE:
-            return None
+    if any(map(_has_ratio, timed)):
+        return None
     # Cells that failed are statements of their own.
-    tried = [row for row in timed if row.reason not in (Reason.GATE, Reason.NO_TRIALS)] or timed
-    reasons: Counter[Reason] = Counter()
+    tried = [row for row in timed if row.reason not in (Reason.GATE, Reason.NO_TRIALS)]
+    if not tried:
+        tried = timed
+    reasons = Counter(row.reason for row in tried)
+    texts = _reason_texts(tried, reasons)
+    if Reason.FEW_TRIALS not in reasons and _repeats(run) < MIN_TRIALS:
+        texts.append(f"{plural(_repeats(run), 'repeat')}, and an interval needs {MIN_TRIALS}")
+    text = re.sub(r"^an ", "An ", "; ".join(texts))
+    return warning(UNAVAILABLE, text, command=next_command(run, set(reasons), folder))
+
+
+def _has_ratio(row: ComparedPair) -> bool:
+    """Whether the pair has a ratio that may be told, with an interval or of several runs."""
+    if row.verdict is Verdict.NOT_COMPARABLE:
+        return False
+    has_runs = row.time is not None and len(row.time.runs) > 0
+    return row.has_interval or has_runs
+
+
+def _reason_texts(tried: Sequence[ComparedPair], reasons: Counter[Reason]) -> list[str]:
+    """Each reason in the words of its first pair, the most frequent first."""
     details: dict[Reason, str] = {}
     for row in tried:
-        reasons[row.reason] += 1
         details.setdefault(row.reason, row.details[0])
     texts = []
     for reason, count in reasons.most_common():
@@ -62,10 +78,7 @@ def times_unavailable(run: Run, rows: Sequence[ComparedPair], folder: Path) -> F
         if len(reasons) > 1:
             text += f" ({count} of {plural(len(tried), 'comparison')})"
         texts.append(text)
-    if Reason.FEW_TRIALS not in reasons and _repeats(run) < MIN_TRIALS:
-        texts.append(f"{plural(_repeats(run), 'repeat')}, and an interval needs {MIN_TRIALS}")
-    text = re.sub(r"^an ", "An ", "; ".join(texts))
-    return warning(UNAVAILABLE, text, command=next_command(run, set(reasons), folder))
+    return texts
 
 
 def _nothing_to_compare(run: Run) -> Finding:

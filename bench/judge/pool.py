@@ -92,7 +92,8 @@ def load_pool(places: Sequence[Path]) -> Pool:
                 raise InputError(f"{folder}: is the same run as {other}; name each run once")
         if runs:
             first = next(iter(runs))
-            if difference := _difference(runs[first], run):
+            difference = _difference(runs[first], run)
+            if difference:
                 raise InputError(f"{folder}: cannot be pooled with {first}: {difference}")
         runs[folder] = run
     return Pool(runs=tuple(runs.values()))
@@ -108,7 +109,10 @@ def folders_of(places: Iterable[Path]) -> list[Path]:
         inside: list[Path] = []
         if place.is_dir() and not (place / MANIFEST).exists():
             inside = sorted(path.parent for path in place.glob(f"*/{MANIFEST}"))
-        found += inside or [place]
+        if inside:
+            found += inside
+        else:
+            found.append(place)
     return found
 
 
@@ -118,10 +122,12 @@ def _difference(a: Run, b: Run) -> str:
         ours, theirs = of(a.manifest), of(b.manifest)
         if ours != theirs:
             return f"its {what} is {theirs or 'unknown'}, and the first one's {ours or 'unknown'}"
-    if label := _lacking(a, b):
-        return f"it has no cell {label}"
-    if label := _lacking(b, a):
-        return f"the first one has no cell {label}"
+    missing = _lacking(a, b)
+    if missing:
+        return f"it has no cell {missing}"
+    added = _lacking(b, a)
+    if added:
+        return f"the first one has no cell {added}"
     return ""
 
 

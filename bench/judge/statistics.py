@@ -140,9 +140,9 @@ def ratio(a: Sample, b: Sample, margin: float = MARGIN) -> Interval:
     if not len(a.trials) or not len(b.trials):
         raise ValueError("a ratio needs a trial on either side")
     blocks = [block for block in a.by_block if block in b.by_block]
-    paired = len(blocks) >= MIN_TRIALS or (
-        blocks != [] and max(len(a.trials), len(b.trials)) < MIN_TRIALS
-    )
+    paired = len(blocks) >= MIN_TRIALS
+    if max(len(a.trials), len(b.trials)) < MIN_TRIALS:  # no interval either way
+        paired = len(blocks) > 0
     logs = [a.logs, b.logs]
     if paired:
         logs = [np.array([a.by_block[block] - b.by_block[block] for block in blocks])]
@@ -276,7 +276,10 @@ def standard_error(interval: Interval) -> float:
 
 def too_few(n: int, what: str = "trial", which: str = "", least: int = MIN_TRIALS) -> str:
     """Why n values give no interval: how many are needed, and how many there are."""
-    return f"an interval needs {least} {what}s{which}; there {'is' if n == 1 else 'are'} {n}"
+    verb = "are"
+    if n == 1:
+        verb = "is"
+    return f"an interval needs {least} {what}s{which}; there {verb} {n}"
 
 
 @dataclass(frozen=True, slots=True)

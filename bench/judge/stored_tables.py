@@ -54,8 +54,17 @@ def read_table(path: Path, expected: pd.DataFrame) -> pd.DataFrame:
     ) as error:
         if isinstance(error, InputError):
             raise
-        reason = getattr(error, "strerror", None) or plain(error)[:200] or type(error).__name__
-        raise InputError(f"{path.name}: cannot be read ({reason})") from error
+        raise InputError(f"{path.name}: cannot be read ({_reason(error)})") from error
+
+
+def _reason(error: Exception) -> str:
+    """What the system, else the error itself says; its kind if it says nothing."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    text = plain(error)[:200]
+    if text:
+        return text
+    return type(error).__name__
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from bench import validation
-from bench.backends.base import Call
+from bench.backends.base import Backend, Call
 from bench.backends.deepspeed import ZeroBackend
 from bench.backends.zero_options import zero_options
 from bench.judge import gathers, offload
@@ -28,7 +28,7 @@ SUB_GROUP = 10**9
 
 
 def zero(
-    backend: type[ZeroBackend], cell: Cell, layout: Layout, rank: int, settings: Settings
+    backend: type[Backend], cell: Cell, layout: Layout, rank: int, settings: Settings
 ) -> CallsAndHeld | None:
     """The formula of all backends with a DeepSpeed engine.
 
@@ -36,6 +36,8 @@ def zero(
     it gathers during the recomputation is not replayed. Nor is what it gathers of a parameter that
     a module reads of another (parameter_offload.py: ZeROOrderedDict.__getitem__).
     """
+    if not issubclass(backend, ZeroBackend):
+        raise TypeError(f"{backend.__name__} is not made from {ZeroBackend.__name__}")
     if backend.stage == 3 and layout.read_elsewhere:
         return None
     if stored := settings.get("zero_optimization"):

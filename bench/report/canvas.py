@@ -150,8 +150,7 @@ def _height(item: Artist) -> float:
 
 def _legend(figure: Figure, keys: Sequence[Key]) -> Legend:
     """The legend in as many columns as there is room for, which matplotlib does not find itself."""
-    handles: list[Any] = []
-    labels = []
+    handles, labels = [], []
     for handle, label in keys:
         handles.append(handle)
         text = safe(label)
@@ -160,7 +159,8 @@ def _legend(figure: Figure, keys: Sequence[Key]) -> Legend:
         labels.append(text)
     ncols = len(keys)
     while True:
-        legend: Legend = figure.legend(
+        legend = Legend(
+            figure,
             handles,
             labels,
             loc="upper left",
@@ -174,8 +174,8 @@ def _legend(figure: Figure, keys: Sequence[Key]) -> Legend:
             handler_map={tuple: HandlerTuple(ndivide=1)},
         )
         if ncols == 1 or legend.get_window_extent().width <= FULL * DPI:
+            figure.legends.append(legend)
             return legend
-        legend.remove()
         ncols -= 1
 
 
@@ -255,7 +255,8 @@ PLACING: dict[str, Any] = {
     "avoid_label_lines_overlap": True,
     "avoid_crossing_label_lines": True,
 }
-"""Options of textalloc; distances are shares of the axes."""
+"""Options of textalloc, whose types are narrower than what it takes; distances are shares of the
+axes."""
 
 
 def name_points(axes: Axes, names: Sequence[PointName], towards: Sequence[str]) -> list[PointName]:

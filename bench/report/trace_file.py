@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from bench.files import replacing
 
@@ -22,7 +21,7 @@ def write_merged(traces: Sequence[Path], path: Path, about: dict[str, str]) -> i
     Its metadata is ``about``. Times are microseconds since the base of rank 0; processes are named
     by their rank. Perfetto is at ui.perfetto.dev.
     """
-    merged: list[dict[str, Any]] = []
+    merged: list[dict[str, object]] = []
     base_ns = None
     for rank, trace in enumerate(traces):
         content = json.loads(trace.read_text(encoding="utf-8"))
@@ -39,7 +38,7 @@ def write_merged(traces: Sequence[Path], path: Path, about: dict[str, str]) -> i
     return len(merged)
 
 
-def _of_rank(event: dict[str, Any], rank: int, shift_us: float) -> dict[str, Any]:
+def _of_rank(event: Mapping[str, object], rank: int, shift_us: float) -> dict[str, object]:
     """An event with ids and a process name of its own among those of all ranks."""
     moved = dict(event)
     for key in ("pid", "id"):
@@ -48,8 +47,11 @@ def _of_rank(event: dict[str, Any], rank: int, shift_us: float) -> dict[str, Any
             moved[key] = value + rank * RANK_IDS
         elif isinstance(value, str):
             moved[key] = f"{value} (rank {rank})"
-    if "ts" in moved:
-        moved["ts"] = float(moved["ts"]) + shift_us
-    if moved.get("ph") == METADATA and moved.get("name") == "process_name":
-        moved["args"] = {"name": f"rank {rank}: {event['args']['name']}"}
+    began_us = moved.get("ts")
+    if isinstance(began_us, int | float):
+        moved["ts"] = began_us + shift_us
+    about = moved.get("args")
+    names_process = moved.get("ph") == METADATA and moved.get("name") == "process_name"
+    if names_process and isinstance(about, dict):
+        moved["args"] = {"name": f"rank {rank}: {about['name']}"}
     return moved

@@ -20,6 +20,8 @@ from bench.audit.command.training_audit import (
     RIGHT_FOR_MAIN,
     TrainingAudit,
 )
+from bench.backends.torchtitan import TorchtitanEager
+from bench.plan.cell import Device
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -27,6 +29,13 @@ ALONE = ("single", "several", "kinds", "spawn", "lightning")
 """Scripts of one process, and those that start their ranks themselves."""
 OPEN = (RIGHT_FOR_MAIN, IN_PART, NOT_JUDGED)
 """Verdicts of scripts with nothing wrong of which not everything is judged."""
+
+
+def missing(script: str) -> str:
+    """What a script of torchtitan needs that this machine lacks; empty if nothing."""
+    if script.startswith("torchtitan"):
+        return TorchtitanEager.missing(Device.CPU)
+    return ""
 
 
 @dataclass(frozen=True)
@@ -197,6 +206,14 @@ SLOW = (
         about="sums over the tokens of the window, which FSDP2 averages",
     ),
     Case("titan local-tokens", "scaled by ranks", about="the same over the tokens of one rank"),
+    Case(
+        "torchtitan right",
+        IN_PART,
+        "eager",
+        "its loss in 8 chunks, each with a backward for the head alone",
+    ),
+    Case("torchtitan whole", RIGHT, "eager", "its loss of whole rows"),
+    Case("torchtitan whole-averaged", "scaled by ranks", about="and FSDP2 averages over ranks"),
     Case("single lora", RIGHT),
     Case("single checkpoint", RIGHT),
     Case("single reentrant", RIGHT, about="checkpointing that runs backwards in the backward"),

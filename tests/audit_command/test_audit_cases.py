@@ -17,6 +17,7 @@ from tests.audit_command.cases import (
     Case,
     audit_case,
     audit_forked,
+    missing,
     train,
 )
 
@@ -65,6 +66,8 @@ def test_a_script_of_each_kind_gets_its_verdict_and_the_same_losses_bit_for_bit(
     ids=lambda case: case.name,
 )
 def test_every_script_gets_its_verdict(case: Case) -> None:
+    if reason := missing(case.script):
+        pytest.skip(reason)
     check(case, audit_case(case))
 
 

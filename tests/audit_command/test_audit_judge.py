@@ -198,6 +198,35 @@ def test_a_schedule_that_counts_micro_batches_is_told_where_the_data_end(
     assert judged.verdict == RIGHT
 
 
+@pytest.mark.parametrize(
+    ("backwards_per_batch", "sent", "topic", "once"),
+    [
+        (1, [8, 8, 8, 8], "eager", "8"),
+        (1, [0, 0, 0, 8], "deferred", ""),
+        (1, [0, 8, 0, 8], "deferred", ""),  # of two micro-batches one is not reduced
+        (2, [0, 8, 0, 8], "eager", "8"),  # each micro-batch has two backwards
+        (2, [2, 6, 2, 6], "eager", "6"),
+        (2, [0, 0, 0, 8], "deferred", ""),
+        (4, [0, 0, 0, 8], "deferred", ""),  # one micro-batch, which does not accumulate
+    ],
+)
+def test_what_each_micro_batch_reduces_is_eager(
+    backwards_per_batch: int, sent: list[int], topic: str, once: str, tmp_path: Path
+) -> None:
+    ranks = audit(tmp_path, mean).ranks
+    for rank in ranks.values():
+        for number, backward in enumerate(rank.backwards):
+            backward.fetched = 1 + number // backwards_per_batch
+            backward.reduced = {}
+            if sent[number % 4]:
+                backward.reduced = {"all_reduce": sent[number % 4]}
+    (found,) = (
+        found for found in TrainingAudit(ranks).findings if found.topic in ("eager", "deferred")
+    )
+    assert found.topic == topic
+    assert not once or f"once would be {once}" in found.text
+
+
 def test_an_accusation_names_file_and_line(tmp_path: Path) -> None:
     accused = [
         found for found in audit(tmp_path, without_first).findings if found.level is Level.ERROR

@@ -298,4 +298,22 @@ FRAMEWORKS = (
         "clips in `on_after_backward`, which each micro-batch runs",
     ),
 )
-CASES = (*CASES, *FRAMEWORKS)
+TORCHTITAN = (
+    right("torchtitan right", "divided by the tokens of the window", ranks=2),
+    wrong(
+        "torchtitan mean-of-means",
+        "gradient differs",
+        "",
+        "divided by N times the tokens of the micro-batch",
+        2,
+    ),
+    wrong(
+        "torchtitan micro-batch",
+        "gradient differs",
+        "",
+        "divided by the tokens of the micro-batch",
+        2,
+    ),
+    wrong("torchtitan clip-each", "gradient differs", "", "clips at each micro-batch", 2),
+)
+CASES = (*CASES, *FRAMEWORKS, *TORCHTITAN)

@@ -18,7 +18,12 @@ from pathlib import Path
 from tests.invariance.cases import SCRIPTS
 
 OF_HUGGING_FACE = ("accelerate", "transformers")
-PRELOADED = {"accelerate": OF_HUGGING_FACE, "hf": OF_HUGGING_FACE, "lightning": ("lightning",)}
+PRELOADED = {
+    "accelerate": OF_HUGGING_FACE,
+    "hf": OF_HUGGING_FACE,
+    "lightning": ("lightning",),
+    "torchtitan": ("datasets", "torch._inductor.compile_fx", "torch.nn.attention.varlen"),
+}
 """By script, what is imported once, before the forks."""
 
 

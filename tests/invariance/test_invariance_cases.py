@@ -11,8 +11,16 @@ from bench.audit.command import audited_command
 from bench.audit.invariance.invariance_screen import screen
 from bench.audit.invariance.invariance_verdict import BITWISE, ROUNDED, InvarianceVerdict
 from bench.errors import BAD, GOOD, UNCHECKED
-from tests.audit_command.cases import Case, train
-from tests.invariance.cases import CASES, DIFFERENT, EVERYDAY, UPDATES, SplitCase, compare
+from tests.audit_command.cases import Case, missing, train
+from tests.invariance.cases import (
+    CASES,
+    DIFFERENT,
+    EVERYDAY,
+    TORCHTITAN,
+    UPDATES,
+    SplitCase,
+    compare,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -40,7 +48,18 @@ def test_a_script_of_each_kind_gets_its_verdict(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_script_gets_its_verdict(tmp_path: Path) -> None:
-    check_all(tuple(case for case in CASES if case not in EVERYDAY), tmp_path)
+    check_all(tuple(case for case in CASES if case not in (*EVERYDAY, *TORCHTITAN)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "cases", [TORCHTITAN[:1], pytest.param(TORCHTITAN[1:], marks=pytest.mark.slow)]
+)
+def test_trainings_by_torchtitan_get_their_verdicts(
+    cases: tuple[SplitCase, ...], tmp_path: Path
+) -> None:
+    if reason := missing("torchtitan"):
+        pytest.skip(reason)
+    check_all(cases, tmp_path)
 
 
 @pytest.mark.slow

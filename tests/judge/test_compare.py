@@ -242,6 +242,19 @@ class TestCommand:
         )
         assert warning in capsys.readouterr().out.splitlines()
 
+    @pytest.mark.parametrize(
+        ("memory", "is_another"),
+        [(25_276_514_304, False), (25_176_502_016, True)],
+        ids=["another start of the machine", "another machine"],
+    )
+    def test_memory_that_differs_by_less_than_a_thousandth_is_the_same(
+        self, memory: int, is_another: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        a = write(tmp_path / "a", records({EAGER: 0.5}), machine={"memory_bytes": 25_276_502_016})
+        b = write(tmp_path / "b", records({EAGER: 0.5}, seed=1), machine={"memory_bytes": memory})
+        assert main(["compare", str(a), str(b)]) == 0
+        assert ("DIFFERENT MACHINES" in capsys.readouterr().out) == is_another
+
     def test_other_precisions_have_no_partner(self, tmp_path: Path, capsys: Any) -> None:
         a = str(write(tmp_path / "a", records({make_cell(): 0.5})))
         b = str(write(tmp_path / "b", records({make_cell(accumulation_dtype="bf16"): 0.5}, seed=1)))

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench.backends.base import EXTRA_BACKENDS, registry
+from bench.backends.base import EXTRA_BACKENDS, Backend, registry
 from bench.backends.deepspeed import DeepSpeedZero3Eager
+from bench.backends.plain import Reference
 from bench.backends.zero_options import zero_options
 from bench.errors import InputError
 from bench.judge import formulas
@@ -167,6 +168,13 @@ def test_a_formula_that_cannot_be_loaded_is_named() -> None:
         InputError, match="backend 'made': its formula 'no_such_package:formula' cannot be loaded"
     ):
         formulas.formula_of(made)
+
+
+@pytest.mark.parametrize("base", [base for base in formulas.FORMULAS if base is not Reference])
+def test_a_formula_refuses_a_backend_of_another_class(base: type[Backend]) -> None:
+    formula = formulas.FORMULAS[base]
+    with pytest.raises(TypeError, match=f"Reference is not made from {base.__name__}"):
+        formula(Reference, make_cell(), llama_layout(SIZES["tiny"]), 0, {})
 
 
 @pytest.mark.parametrize("n", [1, 4, 16])

@@ -118,9 +118,9 @@ def _read_rank(path: Path) -> RecordedRank | None:
             is_cut = True
             continue
         rank = line.rank or rank
-        event = line.backward or line.clipping or line.step or line.end
-        if event is not None:
-            events.append(event)
+        for event in (line.backward, line.clipping, line.step, line.end):
+            if event is not None:
+                events.append(event)
     if rank is not None:
         rank.events, rank.is_cut = events, is_cut
     return rank

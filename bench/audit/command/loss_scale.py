@@ -472,8 +472,12 @@ class LossScale:
         if not doubt and len(wrong) < num_updates:
             fault = self._other_window(wrong, counts, example)
         elif not doubt:
-            fault = self._wrong_factor(wrong, counts, example) or self._wrong_ranks(wrong, example)
-        return fault or warning("scale", f"{self.label}{example}: {self._meaning(wrong, doubt)}")
+            fault = self._wrong_factor(wrong, counts, example)
+            if fault is None:
+                fault = self._wrong_ranks(wrong, example)
+        if fault is not None:
+            return fault
+        return warning("scale", f"{self.label}{example}: {self._meaning(wrong, doubt)}")
 
     def _other_window(
         self, wrong: dict[int, float], counts: dict[int, int], example: str

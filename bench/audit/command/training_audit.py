@@ -21,6 +21,7 @@ from bench.audit.command.recorded_events import (
 )
 from bench.audit.command.update_windows import (
     AuditedUpdate,
+    backwards_per_batch,
     batches_per_backward,
     contrast,
     micro_batches,
@@ -371,11 +372,21 @@ class TrainingAudit:
                 text = "no reduction of a floating-point tensor was seen in a window"
                 yield warning("no reduction seen", text)
         elif len(sent) > 1:
-            yield from self._of_sent(backwards, sent)
+            yield from self._of_sent(backwards, sent, backwards_per_batch(optimizer.mine))
         yield from self._of_bytes(backwards)
 
-    def _of_sent(self, backwards: list[RecordedBackward], sent: list[int]) -> Iterator[Finding]:
-        """At which backwards of a window bytes are sent."""
+    def _of_sent(
+        self, backwards: list[RecordedBackward], sent: list[int], per_batch: int
+    ) -> Iterator[Finding]:
+        """At which backwards of a window bytes are sent.
+
+        A chunked loss has a backward for each chunk, of which the last sends for its micro-batch.
+        """
+        by_batch = sent
+        if not all(sent) and len(sent) > per_batch and len(sent) % per_batch == 0:
+            by_batch = [
+                sum(sent[start : start + per_batch]) for start in range(0, len(sent), per_batch)
+            ]
         names: set[str] = set()
         for backward in backwards:
             names.update(backward.reduced)
@@ -384,8 +395,8 @@ class TrainingAudit:
             f"{', '.join(sorted(names))} at backward {places} of {len(sent)}: "
             f"{sum(sent):,} bytes per rank and update"
         )
-        if all(sent):
-            yield good("eager", f"{text}; once would be {sent[-1]:,}{self._advice()}")
+        if all(by_batch):
+            yield good("eager", f"{text}; once would be {by_batch[-1]:,}{self._advice()}")
         else:
             each = f"at each backward it would be {len(sent) * max(sent):,}"
             yield good("deferred", f"{text}; {each}")

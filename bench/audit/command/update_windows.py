@@ -262,6 +262,14 @@ def batches_per_backward(updates: list[AuditedUpdate]) -> float | None:
     return None
 
 
+def backwards_per_batch(updates: list[AuditedUpdate]) -> int:
+    """By data loaders; 1 if that cannot be seen."""
+    ratio = batches_per_backward(updates)
+    if ratio is None:
+        return 1
+    return round(1 / ratio)
+
+
 def micro_batches(update: AuditedUpdate, ratio: float | None) -> int | None:
     """How many an update has; None if that cannot be seen. ``ratio``: batches per backward."""
     if ratio is not None:

@@ -114,7 +114,9 @@ def check_samples(first: SplitRun, other: SplitRun, bound: float) -> SamplesChec
     """Compare rows that models were given, then indices that loaders gave, then losses."""
     inputs, indices = _compare_inputs(first, other, 1), _compare_indices(first, other)
     if indices is None:
-        return inputs or _compare_losses(first, other, bound)
+        if inputs is not None:
+            return inputs
+        return _compare_losses(first, other, bound)
     if inputs is None or inputs.samples is indices.samples:
         return indices
     if inputs.samples is Samples.OTHER:

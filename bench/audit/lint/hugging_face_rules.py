@@ -87,7 +87,10 @@ class TrainerArguments:
         self.known_accumulate = outer
         """As given, or None."""
         self.known_micro_batch = part.at("per_device_train_batch_size").integer(also=AUTO)
-        self.micro_batch = options.batch_size or self.known_micro_batch or DEFAULT_MICRO
+        self.micro_batch = DEFAULT_MICRO
+        for size in (self.known_micro_batch, options.batch_size):
+            if size:
+                self.micro_batch = size
         """Samples of a micro-batch on one rank; with split_batches, on all of them."""
         self.has_unknown_batch = steps.unknown or (
             not options.batch_size and part.at("per_device_train_batch_size").unknown

@@ -101,7 +101,8 @@ def wrap_backward(recorder: GradientWatcher) -> None:
         **options: object,
     ) -> object:
         # autograd.grad accumulates nothing; checkpointing runs backwards inside of one.
-        is_training = options.get("accumulate_grad") and torch._C._current_graph_task_id() == -1
+        is_inside = torch._C._current_graph_task_id() != -1
+        is_training = bool(options.get("accumulate_grad")) and not is_inside
         if not is_training or any(map(_has_no_values, roots)):
             return run(roots, gradients, retain_graph, *arguments, **options)
         recorder.guard(recorder.before_backward, roots, retain_graph)
