@@ -792,17 +792,102 @@ def test_clipping_that_another_program_may_set_is_a_note(
 
 
 @pytest.mark.parametrize(
-    ("keys", "level"), [({"optimizer": {"type": "Adam"}}, Level.WARNING), ({}, Level.NOTE)]
+    ("keys", "level"),
+    [
+        ({"optimizer": {"type": "Adam"}}, Level.WARNING),
+        ({"optimizer": {"type": "Adam"}, "train_batch_size": "auto"}, Level.NOTE),
+        ({}, Level.NOTE),
+    ],
 )
 def test_sums_of_a_config_that_a_program_completes_are_a_note(
     tmp_path: Path, keys: dict[str, Any], level: Level
 ) -> None:
-    """A program that brings the optimizer may set N and the dtype too."""
+    """A program that brings the optimizer, or fills in 'auto', may set N and the dtype too."""
     path = tmp_path / "ds.json"
     config = {"gradient_accumulation_steps": 4, "bf16": {"enabled": True}, "gradient_clipping": 1}
     path.write_text(json.dumps(config | keys))
     found = lint([path], LintOptions(deepspeed=NEW))
     assert [each.level for each in found if each.code == "ACC01"] == [level]
+
+
+OF_TRAINER = "--per_device_train_batch_size 2 --save_steps 9 --gradient_accumulation_steps 4"
+
+
+def levels_of(code: str, path: Path) -> list[Level]:
+    return [each.level for each in lint([path], LintOptions(deepspeed=NEW)) if each.code == code]
+
+
+@pytest.mark.parametrize(
+    ("command", "level"),
+    [
+        ("python run_clm.py --torch_dtype bfloat16", Level.WARNING),
+        ("torchrun examples/run_clm.py --torch_dtype bfloat16", Level.WARNING),
+        ("python my_run_clm.py --torch_dtype bfloat16", Level.NOTE),
+        ("python train.py --torch_dtype bfloat16", Level.NOTE),
+        ("swift sft --model m --train_type full --torch_dtype bfloat16", Level.WARNING),
+        ("llamafactory-cli train --finetuning_type full --pure_bf16 true", Level.WARNING),
+    ],
+)
+def test_an_option_that_only_the_program_knows_is_a_note(
+    tmp_path: Path, command: str, level: Level
+) -> None:
+    """TrainingArguments has no torch_dtype, so some programs read it and load the model otherwise."""
+    path = tmp_path / "train.sh"
+    path.write_text(f"{command} {OF_TRAINER}\n")
+    assert levels_of("ACC01", path) == [level]
+
+
+def test_an_option_that_only_the_program_knows_is_a_note_in_a_config(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    config = CORPUS["bases"]["hugging_face"] | {"torch_dtype": "bfloat16", "num_train_epochs": 1}
+    path.write_text(yaml.safe_dump(config))
+    assert levels_of("ACC01", path) == [Level.NOTE]
+
+
+STAGE_2 = "accelerate launch --use_deepspeed --zero_stage 2 --mixed_precision bf16"
+
+
+@pytest.mark.parametrize(
+    ("launch", "found"),
+    [
+        (f"{STAGE_2} train.py {OF_TRAINER} --bf16 True", ["ACC01"]),
+        (f"{STAGE_2} --gradient_accumulation_steps 4 train.py {OF_TRAINER} --bf16", ["ACC01"]),
+        (f"{STAGE_2} --gradient_accumulation_steps 8 train.py {OF_TRAINER} --bf16", ["MIS01"]),
+        (f"accelerate launch --mixed_precision bf16 train.py {OF_TRAINER} --bf16 True", []),
+        (
+            "accelerate launch --config_file n8.yaml --gradient_accumulation_steps 4 train.py "
+            f"{OF_TRAINER} --bf16",
+            ["ACC01"],
+        ),
+        (f"accelerate launch --config_file n8.yaml train.py {OF_TRAINER} --bf16", ["MIS01"]),
+        (
+            f"accelerate launch --config_file n8.yaml --use_fsdp train.py {OF_TRAINER} --bf16",
+            ["MEM01"],
+        ),
+    ],
+)
+def test_options_of_accelerate_launch_overrule_its_config(
+    tmp_path: Path, launch: str, found: list[str]
+) -> None:
+    """A config on the user's machine may say what they leave out, such as the kind of training."""
+    config = CORPUS["bases"]["accelerate"] | {
+        "deepspeed_config": {"zero_stage": 2, "gradient_accumulation_steps": 8}
+    }
+    (tmp_path / "n8.yaml").write_text(yaml.safe_dump(config))
+    path = tmp_path / "train.sh"
+    path.write_text(f"{launch}\n")
+    assert codes(lint([path], LintOptions(deepspeed=NEW))) == found
+
+
+def test_a_launch_without_a_known_program_is_a_note(tmp_path: Path) -> None:
+    """A program that never calls accumulate() steps after each micro-batch."""
+    path = tmp_path / "accelerate.yaml"
+    config = CORPUS["bases"]["accelerate"] | {
+        "mixed_precision": "bf16",
+        "deepspeed_config": {"zero_stage": 2, "gradient_accumulation_steps": 4},
+    }
+    path.write_text(yaml.safe_dump(config))
+    assert levels_of("ACC01", path) == [Level.NOTE]
 
 
 @pytest.mark.parametrize(("gpus", "found"), [("gpus: 2, ", ["KEY04"]), ("", ["DBL01"])])
@@ -822,8 +907,17 @@ def test_a_list_of_lightning_cli_may_be_added_to(tmp_path: Path) -> None:
     """jsonargparse reads callbacks+ in a config as it does on the command line."""
     path = tmp_path / "config.yaml"
     start = "seed_everything: 1\ntrainer:\n  max_steps: 9\n  log_every_n_steps: 1\n  accelerator: cpu\n  "
-    for key, found in (("callbacks+", []), ("callback+", ["KEY01"])):
-        path.write_text(f"{start}{key}: [{{class_path: TQDMProgressBar}}]\n")
+    schedule = (
+        "{class_path: GradientAccumulationScheduler, init_args: {scheduling: {'0': 1, '4': 8}}}"
+    )
+    bar = "{class_path: TQDMProgressBar}"
+    for added, found in (
+        (f"callbacks+: [{bar}]", []),
+        (f"callback+: [{bar}]", ["KEY01"]),
+        (f"callbacks+: [{schedule}]", ["SCH03"]),
+        (f"callbacks: [{schedule}]\n  callbacks+: [{bar}]", []),
+    ):
+        path.write_text(f"{start}{added}\n")
         assert codes(lint([path], LintOptions(lightning=UsedVersion(NEWEST["lightning"])))) == found
 
 

@@ -53,7 +53,8 @@ def subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
     yield from deepspeed_keys(part, options)
     training = DeepSpeedAlone(config, options)
     yield training
-    is_part = not part.at("optimizer").given
+    # With 'auto', or without an optimizer, a program fills it up.
+    is_part = bool(config.autos) or not part.at("optimizer").given
     yield GradientSum(
         config, training.accumulate or 1, options, options.world_size, is_part=is_part
     )

@@ -41,6 +41,8 @@ class LaunchCommand:
 
     launcher: str
     """Such as torchrun; python where the script is started without a launcher."""
+    program: str
+    """The script that is started, or its module; empty for a launcher that is the program."""
     arguments: ConfigPart
     """Of the script."""
     launch: ConfigPart
@@ -84,7 +86,10 @@ def _command(launcher: str, words: Sequence[Word], file: str) -> LaunchCommand |
     arguments, is_open = _options(words[script + 1 :], file)
     if not arguments.value:
         return None
-    return LaunchCommand(launcher, arguments, launch, _ranks(launcher, launch), is_open)
+    program = ""
+    if launcher not in {"swift", "llamafactory-cli"}:
+        program = words[script].text
+    return LaunchCommand(launcher, program, arguments, launch, _ranks(launcher, launch), is_open)
 
 
 def _place_of_script(launcher: str, words: Sequence[Word]) -> int | None:
