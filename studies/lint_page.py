@@ -81,6 +81,17 @@ class SecondJudgement:
     how: str
 
 
+@dataclass(frozen=True)
+class FirstReading:
+    """How many findings were right in repositories that no rule had been changed for."""
+
+    read: str
+    repositories: str
+    """How many, and how they were chosen."""
+    right: int
+    findings: int
+
+
 KINDS_SHOWN = 4
 """The kinds of which most files are, which the page names."""
 
@@ -300,11 +311,24 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
                 sets,
                 range(2, 6),
             ),
-            "Rules were changed until they were right in the known ones, so the others are the test. What an older "
-            "linter read was not read again. "
-            "Repositories with wrong findings left them when a rule was changed, so only first readings, below, are "
-            f"an estimate. [Each repository](../{REPOSITORIES}) has its commit and findings. "
-            + judged["changed"],
+            "Rules were changed until they were right in the known ones. What an older linter read was not read "
+            "again. Repositories with wrong findings left the others when a rule was changed, and copies of known "
+            "ones count as known, so only first readings are an estimate. "
+            f"[Each repository](../{REPOSITORIES}) has its commit and findings.",
+            "",
+            "## First readings",
+            "",
+            "What the rules of the day found in repositories not seen before, without a change of a rule in between.",
+            "",
+            *markdown_table(
+                ("read", "repositories", "right"),
+                [
+                    (each.read, each.repositories, f"{each.right} of {each.findings}")
+                    for each in (FirstReading(**values) for values in judged["first"])
+                ],
+                [2],
+            ),
+            judged["changed"],
             "",
             "## A second judge",
             "",

@@ -879,6 +879,55 @@ def test_options_of_accelerate_launch_overrule_its_config(
     assert codes(lint([path], LintOptions(deepspeed=NEW))) == found
 
 
+@pytest.mark.parametrize(
+    ("own", "level"), [("pipe_parallel_size: 1\n", Level.WARNING), ("", Level.NOTE)]
+)
+def test_keys_of_deepspeed_in_yaml_are_of_a_program_that_is_not_known(
+    tmp_path: Path, own: str, level: Level
+) -> None:
+    """GPT-NeoX has such a config with keys of its own."""
+    path = tmp_path / "config.yml"
+    path.write_text(
+        f"{own}train_micro_batch_size_per_gpu: 2\ngradient_accumulation_steps: 4\n"
+        "zero_optimization: {stage: 1}\nprecision: bfloat16\nbf16: {enabled: true}\n"
+    )
+    assert levels_of("ACC01", path) == [level]
+
+
+@pytest.mark.parametrize(
+    ("key", "found"),
+    [("new_config: {enabled: true}", []), ("new_config: 1", ["KEY01"]), ("new: {a: 1}", ["KEY01"])],
+)
+def test_a_part_that_a_fork_of_accelerate_adds_is_not_refused(
+    tmp_path: Path, key: str, found: list[str]
+) -> None:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(
+        f"compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 1\n{key}\n"
+    )
+    assert codes(lint([path], LintOptions(deepspeed=NEW))) == found
+
+
+def test_a_script_may_go_to_the_folder_of_its_deepspeed_config(tmp_path: Path) -> None:
+    config = CORPUS["bases"]["auto"] | {"bf16": {"enabled": True}}
+    for folder, dtype in (("", "fp32"), ("inner", "bf16")):
+        place = tmp_path / folder / "ds.json"
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(json.dumps(config | {"data_types": {"grad_accum_dtype": dtype}}))
+    path = tmp_path / "tools" / "train.sh"
+    path.parent.mkdir()
+    command = f"torchrun train.py --deepspeed ds.json --bf16 True {OF_TRAINER}\n"
+    for before, found in (
+        ("", []),
+        ("cd /home/me/repo/inner\n", ["ACC01"]),
+        ("cd inner && ", ["ACC01"]),
+        ("cd /home/me/repo\n", []),
+        ("cd $(dirname $0)/..\n", []),
+    ):
+        path.write_text(before + command)
+        assert codes(lint([path], LintOptions(deepspeed=NEW))) == found
+
+
 def test_a_launch_without_a_known_program_is_a_note(tmp_path: Path) -> None:
     """A program that never calls accumulate() steps after each micro-batch."""
     path = tmp_path / "accelerate.yaml"
@@ -990,6 +1039,10 @@ def test_parts_that_hydra_composes_are_named(
 
 
 NOT_JUDGED = [
+    (
+        "template: t\ncutoff_len: 8\nflash_attn: fa2\nmax_steps: 10\ndist_config: {name: fsdp2}\n",
+        "llama-factory-1.yaml",
+    ),
     ("trainer: {total_epochs: 15, n_gpus_per_node: 8, nnodes: 1, logger: [console]}", "rl.yaml"),
     (
         '{"train_batch_size": 2, "gradient_accumulation_steps": 4, "mixed_precision": "bf16"}',

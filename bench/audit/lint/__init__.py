@@ -186,12 +186,26 @@ def _of_commands(commands: Sequence[LaunchCommand], options: LintOptions) -> Ite
             continue
         if command.has_unknown_options:
             _leave_open(config)
+        _find_in_folder(config, command.folder)
         ranks = options.world_size or command.ranks
         launch = _launch_config(command)
         says_ranks = command.launch.at("num_processes").given
         if ranks is None and launch is not None and not says_ranks:
             ranks = accelerate_rules.world_size(launch, options)
         yield _Training(config, replace(options, world_size=ranks), launch, command.program)
+
+
+def _find_in_folder(config: Config, folder: str) -> None:
+    """Name the DeepSpeed config as seen from the script, if it is in the folder that it goes to."""
+    name = config.root.at("deepspeed").value
+    parts = [part for part in Path(folder).parts if part.strip("./")]
+    if not isinstance(name, str) or Path(name).is_absolute():
+        return
+    for first in range(len(parts)):
+        inside = str(Path(*parts[first:], name))
+        if deepspeed_config.named_file(Path(config.file), inside) is not None:
+            config.root.values["deepspeed"] = inside
+            return
 
 
 def _leave_open(config: Config) -> None:

@@ -144,7 +144,9 @@ def subjects(
     """
     yield from repeated_keys(root)
     if root.at("compute_environment").value != SAGEMAKER:  # whose configs have keys of their own
-        yield Keys(root, "accelerate", "accelerate launch raises ValueError", refused=True)
+        added = frozenset(key for key in root.names_here if _is_added(root.under(key)))
+        reader = "accelerate launch raises ValueError"
+        yield Keys(root, "accelerate", reader, refused=True, ignored=added)
     kind = str(root.at("distributed_type").value).upper()  # NO without quotes is false in YAML
     ranks = world_size(root, options)
     if trainer is None and kind in SEVERAL_RANKS and ranks and ranks > 1:
@@ -186,6 +188,11 @@ def subjects(
         place,
         is_part=trainer is None,
     )
+
+
+def _is_added(place: ConfigPart) -> bool:
+    """Whether a part may be one that a fork of accelerate has, as it names and shapes them."""
+    return isinstance(place.value, dict) and place.name.endswith("_config")
 
 
 def _precision(root: ConfigPart, arguments: TrainerArguments | None) -> tuple[ConfigPart, str]:

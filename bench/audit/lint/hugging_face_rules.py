@@ -279,6 +279,8 @@ def _with_deepspeed(
     if not given.at("gradient_accumulation_steps").given:
         in_window = 1  # accelerate sets it
         yield MissingAccumulation(arguments, given)
+    if arguments.part.at("fp8").value is True:  # of LLaMA-Factory
+        return
     yield GradientSum(engine.with_dtypes(chosen, missing=False), in_window, options, ranks)
 
 
