@@ -278,15 +278,10 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
             if key.endswith(f" {Level.NOTE}"):
                 notes[key.split()[0]] += number
     unknown, unreadable = kinds.pop("unknown", 0), kinds.pop("unreadable", 0)
-    days = sorted({repository["read"] for repository in data.values()})
-    sets = []
-    for name, names in (
-        ("known", {*data} - fresh),
-        ("not seen before", fresh),
-    ):
-        for day in days:
-            of_day = {each for each in names if data[each]["read"] == day}
-            sets.append((name, day, *_of_set(data, judged, of_day)))
+    sets = [
+        (name, *_of_set(data, judged, names))
+        for name, names in (("known", {*data} - fresh), ("others", fresh))
+    ]
     return "\n".join(
         [
             "# Lint on public configs",
@@ -307,18 +302,15 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
             "was not measured.",
             "",
             *markdown_table(
-                ("repositories", "read", "number", "files", "with findings", "right"),
+                ("repositories", "number", "files", "with findings", "right"),
                 sets,
-                range(2, 6),
+                range(1, 5),
             ),
-            "Rules were changed until they were right in the known ones. What an older linter read was not read "
-            "again. Repositories with wrong findings left the others when a rule was changed, and copies of known "
-            "ones count as known, so only first readings are an estimate. "
+            "Rules were changed until they were right in the known ones; copies of these count as known too. So only "
+            "first readings are an estimate. What an older linter read was not read again. "
             f"[Each repository](../{REPOSITORIES}) has its commit and findings.",
             "",
             "## First readings",
-            "",
-            "What the rules of the day found in repositories not seen before, without a change of a rule in between.",
             "",
             *markdown_table(
                 ("read", "repositories", "right"),
@@ -332,8 +324,7 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
             "",
             "## A second judge",
             "",
-            "Each finding of two rules first read on 2026-11-28 was judged by a program that shares no "
-            "code with `lint` and has the frameworks read them on the CPU.",
+            "A program that shares no code with `lint` had the frameworks read findings of 2026-11-28.",
             "",
             *markdown_table(
                 ("rule", "repositories", "right", "how"),
