@@ -921,11 +921,23 @@ def test_a_script_may_go_to_the_folder_of_its_deepspeed_config(tmp_path: Path) -
         ("", []),
         ("cd /home/me/repo/inner\n", ["ACC01"]),
         ("cd inner && ", ["ACC01"]),
+        ("cd /home/me/repo\ncd inner\n", ["ACC01"]),
+        ("cd inner\ncd $HOME\n", []),
         ("cd /home/me/repo\n", []),
         ("cd $(dirname $0)/..\n", []),
     ):
         path.write_text(before + command)
         assert codes(lint([path], LintOptions(deepspeed=NEW))) == found
+
+
+def test_a_wrong_config_of_accelerate_beside_options_is_refused(tmp_path: Path) -> None:
+    config = CORPUS["bases"]["accelerate"] | {"deepspeed_config": "ds.json"}
+    (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(config))
+    path = tmp_path / "train.sh"
+    launch = "accelerate launch --config_file wrong.yaml --zero_stage 2 train.py"
+    path.write_text(f"{launch} {OF_TRAINER}\n")
+    with pytest.raises(InputError, match=r"deepspeed_config is 'ds\.json'; it must be a mapping"):
+        lint([path], LintOptions(deepspeed=NEW))
 
 
 def test_a_launch_without_a_known_program_is_a_note(tmp_path: Path) -> None:

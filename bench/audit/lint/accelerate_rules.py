@@ -110,9 +110,12 @@ def of_options(launch: ConfigPart) -> ConfigPart | None:
 
 
 def overruled(root: ConfigPart, launch: ConfigPart) -> ConfigPart:
-    """A config whose values are not known where options of ``accelerate launch`` overrule them."""
-    places = {key: key for key in root.names_here}
-    given = root.renamed(places)
+    """A config whose values are not known where options of ``accelerate launch`` overrule them.
+
+    Raises InputError for a wrong value.
+    """
+    root.at("deepspeed_config").mapping()
+    given = root.renamed({key: key for key in root.names_here})
     for key in _options(launch):
         above, _, name = key.rpartition(".")
         values = given.values

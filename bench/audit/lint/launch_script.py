@@ -6,6 +6,7 @@ is executed; everything else stays unknown.
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,8 +60,8 @@ def commands(text: str, file: str) -> list[LaunchCommand]:
     """The launching commands of a script, in its order."""
     found, folder = [], ""
     for words in simple_commands(text):
-        if words[0].text == "cd":
-            folder = words[-1].text
+        if words[0].text == "cd" and len(words) > 1:
+            folder = posixpath.join(folder, words[-1].text)
             if UNKNOWN.search(folder):
                 folder = ""
         command = _launched(words, file, folder)
