@@ -81,6 +81,17 @@ class SecondJudgement:
     how: str
 
 
+@dataclass(frozen=True)
+class FirstReading:
+    """How many findings were right in repositories that no rule had been changed for."""
+
+    read: str
+    repositories: str
+    """How many, and how they were chosen."""
+    right: int
+    findings: int
+
+
 KINDS_SHOWN = 4
 """The kinds of which most files are, which the page names."""
 
@@ -267,15 +278,10 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
             if key.endswith(f" {Level.NOTE}"):
                 notes[key.split()[0]] += number
     unknown, unreadable = kinds.pop("unknown", 0), kinds.pop("unreadable", 0)
-    days = sorted({repository["read"] for repository in data.values()})
-    sets = []
-    for name, names in (
-        ("known", {*data} - fresh),
-        ("not seen before", fresh),
-    ):
-        for day in days:
-            of_day = {each for each in names if data[each]["read"] == day}
-            sets.append((name, day, *_of_set(data, judged, of_day)))
+    sets = [
+        (name, *_of_set(data, judged, names))
+        for name, names in (("known", {*data} - fresh), ("others", fresh))
+    ]
     return "\n".join(
         [
             "# Lint on public configs",
@@ -296,20 +302,29 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
             "was not measured.",
             "",
             *markdown_table(
-                ("repositories", "read", "number", "files", "with findings", "right"),
+                ("repositories", "number", "files", "with findings", "right"),
                 sets,
-                range(2, 6),
+                range(1, 5),
             ),
-            "Rules were changed until they were right in the known ones, so the others are the test. What an older "
-            "linter read was not read again. "
-            "Repositories with wrong findings left them when a rule was changed, so only first readings, below, are "
-            f"an estimate. [Each repository](../{REPOSITORIES}) has its commit and findings. "
-            + judged["changed"],
+            "Rules were changed until they were right in the known ones; copies of these count as known too. So only "
+            "first readings are an estimate. What an older linter read was not read again. "
+            f"[Each repository](../{REPOSITORIES}) has its commit and findings.",
+            "",
+            "## First readings",
+            "",
+            *markdown_table(
+                ("read", "repositories", "right"),
+                [
+                    (each.read, each.repositories, f"{each.right} of {each.findings}")
+                    for each in (FirstReading(**values) for values in judged["first"])
+                ],
+                [2],
+            ),
+            judged["changed"],
             "",
             "## A second judge",
             "",
-            "Each finding of two rules first read on 2026-11-28 was judged by a program that shares no "
-            "code with `lint` and has the frameworks read them on the CPU.",
+            "A program that shares no code with `lint` had the frameworks read findings of 2026-11-28.",
             "",
             *markdown_table(
                 ("rule", "repositories", "right", "how"),

@@ -792,17 +792,163 @@ def test_clipping_that_another_program_may_set_is_a_note(
 
 
 @pytest.mark.parametrize(
-    ("keys", "level"), [({"optimizer": {"type": "Adam"}}, Level.WARNING), ({}, Level.NOTE)]
+    ("keys", "level"),
+    [
+        ({"optimizer": {"type": "Adam"}}, Level.WARNING),
+        ({"optimizer": {"type": "Adam"}, "train_batch_size": "auto"}, Level.NOTE),
+        ({}, Level.NOTE),
+    ],
 )
 def test_sums_of_a_config_that_a_program_completes_are_a_note(
     tmp_path: Path, keys: dict[str, Any], level: Level
 ) -> None:
-    """A program that brings the optimizer may set N and the dtype too."""
+    """A program that brings the optimizer, or fills in 'auto', may set N and the dtype too."""
     path = tmp_path / "ds.json"
     config = {"gradient_accumulation_steps": 4, "bf16": {"enabled": True}, "gradient_clipping": 1}
     path.write_text(json.dumps(config | keys))
     found = lint([path], LintOptions(deepspeed=NEW))
     assert [each.level for each in found if each.code == "ACC01"] == [level]
+
+
+OF_TRAINER = "--per_device_train_batch_size 2 --save_steps 9 --gradient_accumulation_steps 4"
+
+
+def levels_of(code: str, path: Path) -> list[Level]:
+    return [each.level for each in lint([path], LintOptions(deepspeed=NEW)) if each.code == code]
+
+
+@pytest.mark.parametrize(
+    ("command", "level"),
+    [
+        ("python run_clm.py --torch_dtype bfloat16", Level.WARNING),
+        ("torchrun examples/run_clm.py --torch_dtype bfloat16", Level.WARNING),
+        ("python my_run_clm.py --torch_dtype bfloat16", Level.NOTE),
+        ("python train.py --torch_dtype bfloat16", Level.NOTE),
+        ("swift sft --model m --train_type full --torch_dtype bfloat16", Level.WARNING),
+        ("llamafactory-cli train --finetuning_type full --pure_bf16 true", Level.WARNING),
+    ],
+)
+def test_an_option_that_only_the_program_knows_is_a_note(
+    tmp_path: Path, command: str, level: Level
+) -> None:
+    """TrainingArguments has no torch_dtype, so some programs read it and load the model otherwise."""
+    path = tmp_path / "train.sh"
+    path.write_text(f"{command} {OF_TRAINER}\n")
+    assert levels_of("ACC01", path) == [level]
+
+
+def test_an_option_that_only_the_program_knows_is_a_note_in_a_config(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    config = CORPUS["bases"]["hugging_face"] | {"torch_dtype": "bfloat16", "num_train_epochs": 1}
+    path.write_text(yaml.safe_dump(config))
+    assert levels_of("ACC01", path) == [Level.NOTE]
+
+
+STAGE_2 = "accelerate launch --use_deepspeed --zero_stage 2 --mixed_precision bf16"
+
+
+@pytest.mark.parametrize(
+    ("launch", "found"),
+    [
+        (f"{STAGE_2} train.py {OF_TRAINER} --bf16 True", ["ACC01"]),
+        (f"{STAGE_2} --gradient_accumulation_steps 4 train.py {OF_TRAINER} --bf16", ["ACC01"]),
+        (f"{STAGE_2} --gradient_accumulation_steps 8 train.py {OF_TRAINER} --bf16", ["MIS01"]),
+        (f"accelerate launch --mixed_precision bf16 train.py {OF_TRAINER} --bf16 True", []),
+        (
+            "accelerate launch --config_file n8.yaml --gradient_accumulation_steps 4 train.py "
+            f"{OF_TRAINER} --bf16",
+            ["ACC01"],
+        ),
+        (f"accelerate launch --config_file n8.yaml train.py {OF_TRAINER} --bf16", ["MIS01"]),
+        (
+            f"accelerate launch --config_file n8.yaml --use_fsdp train.py {OF_TRAINER} --bf16",
+            ["MEM01"],
+        ),
+    ],
+)
+def test_options_of_accelerate_launch_overrule_its_config(
+    tmp_path: Path, launch: str, found: list[str]
+) -> None:
+    """A config on the user's machine may say what they leave out, such as the kind of training."""
+    config = CORPUS["bases"]["accelerate"] | {
+        "deepspeed_config": {"zero_stage": 2, "gradient_accumulation_steps": 8}
+    }
+    (tmp_path / "n8.yaml").write_text(yaml.safe_dump(config))
+    path = tmp_path / "train.sh"
+    path.write_text(f"{launch}\n")
+    assert codes(lint([path], LintOptions(deepspeed=NEW))) == found
+
+
+@pytest.mark.parametrize(
+    ("own", "level"), [("pipe_parallel_size: 1\n", Level.WARNING), ("", Level.NOTE)]
+)
+def test_keys_of_deepspeed_in_yaml_are_of_a_program_that_is_not_known(
+    tmp_path: Path, own: str, level: Level
+) -> None:
+    """GPT-NeoX has such a config with keys of its own."""
+    path = tmp_path / "config.yml"
+    path.write_text(
+        f"{own}train_micro_batch_size_per_gpu: 2\ngradient_accumulation_steps: 4\n"
+        "zero_optimization: {stage: 1}\nprecision: bfloat16\nbf16: {enabled: true}\n"
+    )
+    assert levels_of("ACC01", path) == [level]
+
+
+@pytest.mark.parametrize(
+    ("key", "found"),
+    [("new_config: {enabled: true}", []), ("new_config: 1", ["KEY01"]), ("new: {a: 1}", ["KEY01"])],
+)
+def test_a_part_that_a_fork_of_accelerate_adds_is_not_refused(
+    tmp_path: Path, key: str, found: list[str]
+) -> None:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(
+        f"compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 1\n{key}\n"
+    )
+    assert codes(lint([path], LintOptions(deepspeed=NEW))) == found
+
+
+def test_a_script_may_go_to_the_folder_of_its_deepspeed_config(tmp_path: Path) -> None:
+    config = CORPUS["bases"]["auto"] | {"bf16": {"enabled": True}}
+    for folder, dtype in (("", "fp32"), ("inner", "bf16")):
+        place = tmp_path / folder / "ds.json"
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(json.dumps(config | {"data_types": {"grad_accum_dtype": dtype}}))
+    path = tmp_path / "tools" / "train.sh"
+    path.parent.mkdir()
+    command = f"torchrun train.py --deepspeed ds.json --bf16 True {OF_TRAINER}\n"
+    for before, found in (
+        ("", []),
+        ("cd /home/me/repo/inner\n", ["ACC01"]),
+        ("cd inner && ", ["ACC01"]),
+        ("cd /home/me/repo\ncd inner\n", ["ACC01"]),
+        ("cd inner\ncd $HOME\n", []),
+        ("cd /home/me/repo\n", []),
+        ("cd $(dirname $0)/..\n", []),
+    ):
+        path.write_text(before + command)
+        assert codes(lint([path], LintOptions(deepspeed=NEW))) == found
+
+
+def test_a_wrong_config_of_accelerate_beside_options_is_refused(tmp_path: Path) -> None:
+    config = CORPUS["bases"]["accelerate"] | {"deepspeed_config": "ds.json"}
+    (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(config))
+    path = tmp_path / "train.sh"
+    launch = "accelerate launch --config_file wrong.yaml --zero_stage 2 train.py"
+    path.write_text(f"{launch} {OF_TRAINER}\n")
+    with pytest.raises(InputError, match=r"deepspeed_config is 'ds\.json'; it must be a mapping"):
+        lint([path], LintOptions(deepspeed=NEW))
+
+
+def test_a_launch_without_a_known_program_is_a_note(tmp_path: Path) -> None:
+    """A program that never calls accumulate() steps after each micro-batch."""
+    path = tmp_path / "accelerate.yaml"
+    config = CORPUS["bases"]["accelerate"] | {
+        "mixed_precision": "bf16",
+        "deepspeed_config": {"zero_stage": 2, "gradient_accumulation_steps": 4},
+    }
+    path.write_text(yaml.safe_dump(config))
+    assert levels_of("ACC01", path) == [Level.NOTE]
 
 
 @pytest.mark.parametrize(("gpus", "found"), [("gpus: 2, ", ["KEY04"]), ("", ["DBL01"])])
@@ -822,8 +968,17 @@ def test_a_list_of_lightning_cli_may_be_added_to(tmp_path: Path) -> None:
     """jsonargparse reads callbacks+ in a config as it does on the command line."""
     path = tmp_path / "config.yaml"
     start = "seed_everything: 1\ntrainer:\n  max_steps: 9\n  log_every_n_steps: 1\n  accelerator: cpu\n  "
-    for key, found in (("callbacks+", []), ("callback+", ["KEY01"])):
-        path.write_text(f"{start}{key}: [{{class_path: TQDMProgressBar}}]\n")
+    schedule = (
+        "{class_path: GradientAccumulationScheduler, init_args: {scheduling: {'0': 1, '4': 8}}}"
+    )
+    bar = "{class_path: TQDMProgressBar}"
+    for added, found in (
+        (f"callbacks+: [{bar}]", []),
+        (f"callback+: [{bar}]", ["KEY01"]),
+        (f"callbacks+: [{schedule}]", ["SCH03"]),
+        (f"callbacks: [{schedule}]\n  callbacks+: [{bar}]", []),
+    ):
+        path.write_text(f"{start}{added}\n")
         assert codes(lint([path], LintOptions(lightning=UsedVersion(NEWEST["lightning"])))) == found
 
 
@@ -896,6 +1051,10 @@ def test_parts_that_hydra_composes_are_named(
 
 
 NOT_JUDGED = [
+    (
+        "template: t\ncutoff_len: 8\nflash_attn: fa2\nmax_steps: 10\ndist_config: {name: fsdp2}\n",
+        "llama-factory-1.yaml",
+    ),
     ("trainer: {total_epochs: 15, n_gpus_per_node: 8, nnodes: 1, logger: [console]}", "rl.yaml"),
     (
         '{"train_batch_size": 2, "gradient_accumulation_steps": 4, "mixed_precision": "bf16"}',

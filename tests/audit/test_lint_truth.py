@@ -144,6 +144,8 @@ def _refused_by_lightning(folder: Path) -> None:
 @truth("MIS01", "CLP03")
 def _filled_in_by_the_trainer(folder: Path) -> None:
     """Values other than 'auto' must be those of TrainingArguments; what is missing is not filled in."""
+    from accelerate import DeepSpeedPlugin
+    from deepspeed.runtime.config import DeepSpeedConfig
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
     arguments = {
@@ -180,6 +182,19 @@ def _filled_in_by_the_trainer(folder: Path) -> None:
     )
     silent.trainer_config_process(SimpleNamespace(**arguments))
     assert "gradient_clipping" not in silent.config
+    # BAT01: accelerate sets a missing N to 1, after the Trainer has filled in the batch sizes.
+    auto = {key: value for key, value in auto.items() if key != "gradient_accumulation_steps"}
+    for more, is_refused in (({"train_batch_size": "auto"}, True), ({}, False)):
+        filled = HfTrainerDeepSpeedConfig(auto | more)
+        filled.trainer_config_process(SimpleNamespace(**arguments))
+        made = DeepSpeedPlugin(hf_ds_config=filled).deepspeed_config
+        assert made["gradient_accumulation_steps"] == 1
+        made = made | {"steps_per_print": 1}
+        if is_refused:
+            with pytest.raises(AssertionError, match="train_batch_size is not equal"):
+                DeepSpeedConfig(made)
+        else:
+            assert DeepSpeedConfig(made).train_batch_size == 4
 
 
 @truth("MIS02")

@@ -47,6 +47,8 @@ class _Training:
     options: LintOptions
     launch: ConfigPart | None = None
     """The config of accelerate that it is launched with."""
+    program: str = ""
+    """The script that a command starts; empty if none is named."""
 
 
 def lint(paths: Sequence[Path], options: LintOptions) -> list[LintFinding]:
@@ -184,12 +186,26 @@ def _of_commands(commands: Sequence[LaunchCommand], options: LintOptions) -> Ite
             continue
         if command.has_unknown_options:
             _leave_open(config)
+        _find_in_folder(config, command.folder)
         ranks = options.world_size or command.ranks
         launch = _launch_config(command)
         says_ranks = command.launch.at("num_processes").given
         if ranks is None and launch is not None and not says_ranks:
             ranks = accelerate_rules.world_size(launch, options)
-        yield _Training(config, replace(options, world_size=ranks), launch)
+        yield _Training(config, replace(options, world_size=ranks), launch, command.program)
+
+
+def _find_in_folder(config: Config, folder: str) -> None:
+    """Name the DeepSpeed config as seen from the script, if it is in the folder that it goes to."""
+    name = config.root.at("deepspeed").value
+    parts = [part for part in Path(folder).parts if part.strip("./")]
+    if not isinstance(name, str) or Path(name).is_absolute():
+        return
+    for first in range(len(parts)):
+        inside = str(Path(*parts[first:], name))
+        if deepspeed_config.named_file(Path(config.file), inside) is not None:
+            config.root.values["deepspeed"] = inside
+            return
 
 
 def _leave_open(config: Config) -> None:
@@ -204,16 +220,20 @@ def _leave_open(config: Config) -> None:
 
 
 def _launch_config(command: LaunchCommand) -> ConfigPart | None:
-    """The config of accelerate that a command names, if it is here."""
+    """What accelerate is told: by the config that a command names, if it is here, and by options."""
+    if command.launcher != "accelerate":
+        return None
     name = command.launch.at("config_file").value
-    if command.launcher != "accelerate" or not isinstance(name, str):
+    if name is None:
+        return accelerate_rules.of_options(command.launch)
+    if not isinstance(name, str):
         return None
     file = deepspeed_config.named_file(Path(command.launch.file), name)
     if file is None:
         return None
     config = recognize(read_file(file), file.suffix[1:].lower())
     if config is not None and config.reader is Reader.ACCELERATE:
-        return config.root
+        return accelerate_rules.overruled(config.root, command.launch)
     return None
 
 
@@ -255,6 +275,7 @@ def _subjects(training: _Training) -> Iterable[object]:
             has_bf16_parameters=adapter is not None and adapter.bf16_parameters,
             dtype_keys=dtype_keys,
             has_plain_defaults=adapter is not None and not adapter.evidence,
+            gives_dtype=config.gives_dtype(training.program),
         )
         if launch is not None:
             yield from accelerate_rules.subjects(launch, options, config.root)

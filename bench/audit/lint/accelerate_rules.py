@@ -30,6 +30,10 @@ DEFAULT_STAGE = 2
 """Of ZeRO, where a config has none."""
 CONFIG_SUFFIXES = {".yaml", ".yml", ".json"}
 """Of files that hold TrainingArguments; others are scripts, whose program is not known for sure."""
+FLAGS = {"use_deepspeed": "DEEPSPEED", "use_fsdp": "FSDP", "multi_gpu": "MULTI_GPU"}
+"""Options of ``accelerate launch``, and the kind of training that each starts."""
+OPTION = "${option}"
+"""A value that an option overrules."""
 SAGEMAKER = "AMAZON_SAGEMAKER"
 SEVERAL_RANKS = {
     *(
@@ -82,6 +86,48 @@ class AccelerateDeepSpeed:
         return self.engine.part.at("gradient_accumulation_steps")
 
 
+def _kind(launch: ConfigPart) -> str:
+    """What the options of ``accelerate launch`` start; empty if a config says so."""
+    return next((kind for option, kind in FLAGS.items() if launch.at(option).value), "")
+
+
+def _options(launch: ConfigPart) -> dict[str, str]:
+    """By key of a config, the option of ``accelerate launch`` that says the same, if it is there."""
+    keys = {f"deepspeed_config.{name}": name for name in known_keys()["deepspeed_config"]}
+    keys |= {name: name for name in ("mixed_precision", "num_processes", "num_machines")}
+    return {key: option for key, option in keys.items() if option in launch.names_here}
+
+
+def of_options(launch: ConfigPart) -> ConfigPart | None:
+    """The options of ``accelerate launch`` as a config.
+
+    None if they do not say what is started: a config on the user's machine may.
+    """
+    kind = _kind(launch)
+    if not kind:
+        return None
+    return launch.renamed(_options(launch), {"distributed_type": kind})
+
+
+def overruled(root: ConfigPart, launch: ConfigPart) -> ConfigPart:
+    """A config whose values are not known where options of ``accelerate launch`` overrule them.
+
+    Raises InputError for a wrong value.
+    """
+    root.at("deepspeed_config").mapping()
+    given = root.renamed({key: key for key in root.names_here})
+    for key in _options(launch):
+        above, _, name = key.rpartition(".")
+        values = given.values
+        if above:
+            values[above] = dict(values.get(above) or {})
+            values = values[above]
+        values[name] = OPTION
+    if kind := _kind(launch):
+        given.values["distributed_type"] = kind
+    return given
+
+
 def world_size(root: ConfigPart, options: LintOptions) -> int | None:
     """Ranks: ``num_processes`` counts those of all machines."""
     processes = root.at("num_processes").integer(least=-1)
@@ -101,7 +147,9 @@ def subjects(
     """
     yield from repeated_keys(root)
     if root.at("compute_environment").value != SAGEMAKER:  # whose configs have keys of their own
-        yield Keys(root, "accelerate", "accelerate launch raises ValueError", refused=True)
+        added = frozenset(key for key in root.names_here if _is_added(root.under(key)))
+        reader = "accelerate launch raises ValueError"
+        yield Keys(root, "accelerate", reader, refused=True, ignored=added)
     kind = str(root.at("distributed_type").value).upper()  # NO without quotes is false in YAML
     ranks = world_size(root, options)
     if trainer is None and kind in SEVERAL_RANKS and ranks and ranks > 1:
@@ -130,6 +178,8 @@ def subjects(
         same = list(_same_values(arguments, engine))
         n = _said_twice(same) or n
         yield from same
+    if given is not None and not given.at(N).given:
+        n = 1  # accelerate sets it
     if not engine.is_known:
         return
     place, dtype = _precision(root, arguments)
@@ -139,7 +189,13 @@ def subjects(
         options,
         ranks,
         place,
+        is_part=trainer is None,
     )
+
+
+def _is_added(place: ConfigPart) -> bool:
+    """Whether a part may be one that a fork of accelerate has, as it names and shapes them."""
+    return isinstance(place.value, dict) and place.name.endswith("_config")
 
 
 def _precision(root: ConfigPart, arguments: TrainerArguments | None) -> tuple[ConfigPart, str]:
@@ -227,7 +283,8 @@ def _schedule(several: AccelerateRanks) -> Iterator[Found]:
     stops=True,
 )
 def _beside(both: AccelerateDeepSpeed) -> Iterator[Found]:
-    if both.file is None:
+    is_config = Path(both.root.file).suffix in CONFIG_SUFFIXES  # accelerate checks no options
+    if both.file is None or not is_config:
         return
     settings = [
         key
@@ -236,7 +293,7 @@ def _beside(both: AccelerateDeepSpeed) -> Iterator[Found]:
     ]
     name = both.inner.at("deepspeed_config_file").value
     for place in [*map(both.inner.at, settings), both.root.at("mixed_precision")]:
-        if place.given:
+        if place.given and not place.unknown:
             what = (
                 f"accelerate raises ValueError: {place.name} must not be set beside "
                 f"deepspeed_config_file {name}"

@@ -153,6 +153,10 @@ class Adapter:
     """Where the dtype of the parameters is set."""
     bf16_parameters: bool = False
     """Whether ``bf16`` makes the parameters bf16, unless they are those of an adapter."""
+    gives_dtype: bool = False
+    """Whether the program gives the parameters the dtype that is set."""
+    programs: tuple[str, ...] = ()
+    """Scripts that do so too, by the end of their path."""
     source: str = ""
     """Where it can be seen in which dtype gradients are added."""
     fix: str = ""
@@ -171,6 +175,13 @@ class Config:
     is_command_line: bool = False
     """Whether LightningCLI or another parser that refuses unknown keys reads it."""
 
+    def gives_dtype(self, program: str) -> bool:
+        """Whether the program, if it is named, is known to give parameters their dtype."""
+        if self.adapter is None:
+            return False
+        is_known = any(f"/{program}".endswith(f"/{each}") for each in self.adapter.programs)
+        return self.adapter.gives_dtype or is_known
+
     @property
     def file(self) -> str:
         return self.root.file
@@ -184,7 +195,7 @@ def adapters() -> list[Adapter]:
     for table in tables.values():
         words = {
             name: tuple(table.get(name, "").split())
-            for name in ("suffixes", "evidence", "without", "unknown")
+            for name in ("suffixes", "evidence", "without", "unknown", "programs")
         }
         if "dtype_keys" in table:
             words["dtype_keys"] = tuple(table["dtype_keys"].split())

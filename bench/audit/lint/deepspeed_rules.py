@@ -18,6 +18,11 @@ from bench.audit.lint.sum_rules import FP32, GradientSum
 from bench.audit.lint.version_facts import is_known_bad, page_of
 from bench.findings import Level
 
+NEOX_OWN = (
+    *("pipe_parallel_size", "model_parallel_size", "train_iters", "lr_decay_iters", "pos_emb"),
+    *("no_weight_tying", "checkpoint_factor", "data_impl", "num_layers", "hidden_size"),
+)
+"""Keys of GPT-NeoX that are none of DeepSpeed."""
 ENGINE_CONFIG = "deepspeed/runtime/config.py"
 
 
@@ -53,7 +58,8 @@ def subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
     yield from deepspeed_keys(part, options)
     training = DeepSpeedAlone(config, options)
     yield training
-    is_part = not part.at("optimizer").given
+    # With 'auto', or without an optimizer, a program fills it up.
+    is_part = bool(config.autos) or not part.at("optimizer").given
     yield GradientSum(
         config, training.accumulate or 1, options, options.world_size, is_part=is_part
     )
@@ -83,15 +89,16 @@ def _note_autos(config: DeepSpeedConfig, accumulate: int | None, options: LintOp
 def neox_subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
     """What rules are about in a config of GPT-NeoX, whose keys are DeepSpeed's in part.
 
-    Its DeepSpeed is a fork, so no rule about versions holds. Raises InputError for a wrong value.
+    Its DeepSpeed is a fork, so no rule about versions holds. DeepSpeed's keys in YAML without any of
+    GPT-NeoX are for a program that is not known. Raises InputError for a wrong value.
     """
     config = deepspeed_config.read(part)
     yield from repeated_keys(part)
     is_bf16 = config.bf16 or part.at("precision").value == "bfloat16"
     config = dataclasses.replace(config, bf16=is_bf16)
-    yield GradientSum(
-        config, config.accumulate or 1, options, None, part.at("precision"), is_fork=True
-    )
+    is_part = not any(part.at(key).given for key in NEOX_OWN)
+    place, n = part.at("precision"), config.accumulate or 1
+    yield GradientSum(config, n, options, None, place, is_fork=True, is_part=is_part)
 
 
 @rule(DeepSpeedAlone, "BAT02", "deepspeed: {train_micro_batch_size_per_gpu: null}")

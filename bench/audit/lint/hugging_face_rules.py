@@ -64,7 +64,10 @@ class TrainerArguments:
         has_bf16_parameters: bool = False,
         dtype_keys: Sequence[str] = ("torch_dtype",),
         has_plain_defaults: bool = True,
+        gives_dtype: bool = False,
     ) -> None:
+        self.gives_dtype = gives_dtype
+        """Whether the program is known to give the parameters the dtype that is set."""
         self.has_plain_defaults = has_plain_defaults
         """Whether bf16 and fp16 are off unless they are given, as transformers has it; TRL and
         others differ."""
@@ -223,6 +226,7 @@ def subjects(
     has_bf16_parameters: bool = False,
     dtype_keys: Sequence[str] = ("torch_dtype",),
     has_plain_defaults: bool = True,
+    gives_dtype: bool = False,
 ) -> Iterator[object]:
     """What rules are about in TrainingArguments, and in accelerate's config of their launch.
 
@@ -235,6 +239,7 @@ def subjects(
         has_bf16_parameters=has_bf16_parameters,
         dtype_keys=dtype_keys,
         has_plain_defaults=has_plain_defaults,
+        gives_dtype=gives_dtype,
     )
     yield from repeated_keys(part)
     yield Keys(part, "training_arguments", "TrainingArguments", shared=True)
@@ -273,9 +278,22 @@ def _with_deepspeed(
         if arguments.part.at(name).given or arguments.has_plain_defaults:
             yield SameValue(given.at(f"{name}.enabled"), is_on, name)
     chosen = [name for name, is_on in arguments.dtypes.items() if is_on]
-    yield GradientSum(
-        engine.with_dtypes(chosen, missing=False), arguments.accumulate, options, ranks
-    )
+    in_window = arguments.accumulate
+    if not given.at("gradient_accumulation_steps").given:
+        in_window = 1  # accelerate sets it
+        yield MissingAccumulation(arguments, given)
+    if arguments.part.at("fp8").value is True:  # of LLaMA-Factory
+        return
+    yield GradientSum(engine.with_dtypes(chosen, missing=False), in_window, options, ranks)
+
+
+@dataclass(frozen=True)
+class MissingAccumulation:
+    """A DeepSpeed config of the Trainer without gradient_accumulation_steps."""
+
+    arguments: TrainerArguments
+    given: ConfigPart
+    """The DeepSpeed config."""
 
 
 MISMATCH = "transformers/integrations/deepspeed.py trainer_config_finalize"
@@ -304,6 +322,27 @@ def _differ(same: SameValue) -> Iterator[Found]:
 
 
 @rule(
+    MissingAccumulation,
+    "BAT01",
+    "hugging_face: {deepspeed: {zero_optimization: {stage: 2}, train_batch_size: auto, "
+    "train_micro_batch_size_per_gpu: auto, gradient_clipping: auto}}",
+)
+def _missing_accumulation(missing: MissingAccumulation) -> Iterator[Found]:
+    """The Trainer fills in both batch sizes with its N, and accelerate sets N to 1."""
+    arguments, train = missing.arguments, missing.given.at("train_batch_size")
+    n = arguments.known_accumulate or 1
+    is_filled = train.value == AUTO and missing.given.at("train_micro_batch_size_per_gpu").given
+    if n == 1 or not is_filled or arguments.part.at("auto_find_batch_size").value:
+        return
+    what = (
+        f"the Trainer fills in train_batch_size with N = {n}, and accelerate sets the missing "
+        "gradient_accumulation_steps to 1: DeepSpeed refuses the product"
+    )
+    fix = 'add "gradient_accumulation_steps": "auto" to the DeepSpeed config'
+    yield Found(train, what, fix, source="accelerate/utils/dataclasses.py DeepSpeedPlugin")
+
+
+@rule(
     TrainerArguments,
     "SCH02",
     "hugging_face: {accelerator_config: {gradient_accumulation_kwargs: {num_steps: 2}}}",
@@ -325,7 +364,8 @@ def _two_factors(arguments: TrainerArguments) -> Iterator[Found]:
 def _parameters_in_16_bits(arguments: TrainerArguments) -> Iterator[Found]:
     """Parameters in 16 bits have such gradients, unless FSDP's mixed precision makes them fp32.
 
-    Under DeepSpeed its own config decides.
+    Under DeepSpeed its own config decides. Without a known program it is a note: the key is none of
+    TrainingArguments, and some programs read it and do not use it.
     """
     found = arguments.parameters()
     if found is None or arguments.accumulate == 1 or arguments.trains_adapter:
@@ -341,7 +381,10 @@ def _parameters_in_16_bits(arguments: TrainerArguments) -> Iterator[Found]:
     same = "print the dtype of the parameters' .grad before the first step"
     for each in in_16_bits(place, arguments.accumulate, dtype, fix):
         what = f"the parameters are in {dtype}, so under DDP and on one GPU {each.what}"
-        yield each._replace(what=what, proof=each.proof or same)
+        level = None
+        if not arguments.gives_dtype:
+            what, level = f"if the program loads the model in this dtype, {what}", Level.NOTE
+        yield each._replace(what=what, proof=each.proof or same, level=level)
 
 
 @rule(TrainerArguments, "OPT02", "hugging_face: {optim: galore_adamw_layerwise}")

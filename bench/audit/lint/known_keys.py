@@ -57,6 +57,8 @@ def _unknown(keys: Keys) -> Iterator[Found]:
         near = "".join(difflib.get_close_matches(key, names, n=1, cutoff=SIMILAR))
         if keys.shared and (not near or near in keys.part.names_here or near[-1].isdigit()):
             continue  # adam_betas is no misspelt adam_beta1
+        if keys.shared and near and {*near.split("_")} < {*key.split("_")}:
+            continue  # one word more is a key of the program's own, and no slip
         if keys.shared and _is_option(keys.part) and _num_that_begin_with(key, names) == 1:
             continue  # argparse takes --max_step for --max_steps
         place = keys.part.under(key)

@@ -6,6 +6,7 @@ is executed; everything else stays unknown.
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,23 +42,35 @@ class LaunchCommand:
 
     launcher: str
     """Such as torchrun; python where the script is started without a launcher."""
+    program: str
+    """The script that is started, or its module; empty for a launcher that is the program."""
     arguments: ConfigPart
     """Of the script."""
     launch: ConfigPart
     """Options of the launcher."""
     ranks: int | None
     """None if the command does not say."""
+    folder: str
+    """Where the script has gone before; empty if it has not, or that is not known."""
     has_unknown_options: bool
     """Whether the script may get options that are not among the arguments."""
 
 
 def commands(text: str, file: str) -> list[LaunchCommand]:
     """The launching commands of a script, in its order."""
-    found = (_launched(words, file) for words in simple_commands(text))
-    return [command for command in found if command is not None]
+    found, folder = [], ""
+    for words in simple_commands(text):
+        if words[0].text == "cd" and len(words) > 1:
+            folder = posixpath.join(folder, words[-1].text)
+            if UNKNOWN.search(folder):
+                folder = ""
+        command = _launched(words, file, folder)
+        if command is not None:
+            found.append(command)
+    return found
 
 
-def _launched(words: Sequence[Word], file: str) -> LaunchCommand | None:
+def _launched(words: Sequence[Word], file: str, folder: str) -> LaunchCommand | None:
     """The training that a command launches; None if it launches none."""
     texts = [word.text for word in words]
     if texts[0] in TALK:
@@ -66,16 +79,16 @@ def _launched(words: Sequence[Word], file: str) -> LaunchCommand | None:
         name = text.rpartition("/")[2]
         for launcher, start in LAUNCHERS.items():
             if (name, *texts[place + 1 : place + len(start)]) == start:
-                return _command(launcher, words[place + len(start) :], file)
+                return _command(launcher, words[place + len(start) :], file, folder)
         if re.fullmatch(r"python[\d.]*", name):
             rest = texts[place + 1 : place + 3]
             if rest in (["-m", "torch.distributed.launch"], ["-m", "torch.distributed.run"]):
-                return _command("torchrun", words[place + 3 :], file)
-            return _command("python", words[place + 1 :], file)
+                return _command("torchrun", words[place + 3 :], file, folder)
+            return _command("python", words[place + 1 :], file, folder)
     return None
 
 
-def _command(launcher: str, words: Sequence[Word], file: str) -> LaunchCommand | None:
+def _command(launcher: str, words: Sequence[Word], file: str, folder: str) -> LaunchCommand | None:
     """The options before the script, and the arguments after it."""
     script = _place_of_script(launcher, words)
     if script is None:
@@ -84,7 +97,11 @@ def _command(launcher: str, words: Sequence[Word], file: str) -> LaunchCommand |
     arguments, is_open = _options(words[script + 1 :], file)
     if not arguments.value:
         return None
-    return LaunchCommand(launcher, arguments, launch, _ranks(launcher, launch), is_open)
+    program = ""
+    if launcher not in {"swift", "llamafactory-cli"}:
+        program = words[script].text
+    ranks = _ranks(launcher, launch)
+    return LaunchCommand(launcher, program, arguments, launch, ranks, folder, is_open)
 
 
 def _place_of_script(launcher: str, words: Sequence[Word]) -> int | None:

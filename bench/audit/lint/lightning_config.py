@@ -100,7 +100,10 @@ class LightningConfig:
         self.clip_by_value = algorithm.value == "value"
 
     def _read_callbacks(self, trainer: ConfigPart) -> None:
-        callbacks = _callbacks(trainer.at("callbacks"))
+        place = trainer.under("callbacks+")  # what LightningCLI adds; it wins in the same file
+        if not place.given:
+            place = trainer.at("callbacks")
+        callbacks = _callbacks(place)
         self.schedule = callbacks.get("GradientAccumulationScheduler")
         self.monitor = callbacks.get("ThroughputMonitor")
         self.window: int | None = DEFAULT_WINDOW

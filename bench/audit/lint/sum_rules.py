@@ -48,7 +48,7 @@ class GradientSum:
     is_fork: bool = False
     """Whether another program brings its own DeepSpeed, whose version is not known."""
     is_part: bool = False
-    """Whether the program that has the optimizer may set N and the dtype too."""
+    """Whether the program, which is not known, may set N and the dtype too, or accumulate nothing."""
 
     def place(self, key: str) -> ConfigPart:
         """Where a key of the DeepSpeed config is set."""
@@ -106,7 +106,7 @@ def _dtype(gradients: GradientSum) -> Iterator[Found]:
 
 def _of_part(found: Found) -> Found:
     """The finding in a config that the program completes."""
-    what = f"unless the program sets another N or dtype, {found.what}"
+    what = f"unless the program has another N or dtype, or steps each time, {found.what}"
     return found._replace(what=what, level=Level.NOTE)
 
 

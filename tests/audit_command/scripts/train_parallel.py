@@ -58,4 +58,5 @@ else:
             (loss / ACCUMULATE).backward()
         optimizer.step()
         optimizer.zero_grad()
+dist.barrier()  # where a rank leaves first, one with FSDP1 may abort: "terminate called without an active exception"
 dist.destroy_process_group()
