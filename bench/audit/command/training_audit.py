@@ -376,17 +376,10 @@ class TrainingAudit:
         yield from self._of_bytes(backwards)
 
     def _of_sent(
-        self, backwards: list[RecordedBackward], sent: list[int], per_batch: int
+        self, backwards: list[RecordedBackward], sent: list[int], per_batch: int | None
     ) -> Iterator[Finding]:
-        """At which backwards of a window bytes are sent.
-
-        A chunked loss has a backward for each chunk, of which the last sends for its micro-batch.
-        """
-        by_batch = sent
-        if not all(sent) and len(sent) > per_batch and len(sent) % per_batch == 0:
-            by_batch = [
-                sum(sent[start : start + per_batch]) for start in range(0, len(sent), per_batch)
-            ]
+        """At which backwards of a window bytes are sent."""
+        by_batch = _by_micro_batch(sent, per_batch)
         names: set[str] = set()
         for backward in backwards:
             names.update(backward.reduced)
@@ -464,3 +457,16 @@ def _moves_copies(backwards: tuple[RecordedBackward, RecordedBackward]) -> bool:
 def _usual_distance(optimizer: OptimizerAudit) -> int:
     """Of all backwards between two of its steps."""
     return mode([update.step.backwards for update in optimizer.mine])
+
+
+def _by_micro_batch(sent: list[int], per_batch: int | None) -> list[int]:
+    """What each micro-batch of a window sends; by backward where these cannot be told apart.
+
+    A chunked loss has a backward for each chunk, of which the last sends for its micro-batch.
+    """
+    if per_batch is None or all(sent):
+        return sent
+    if len(sent) <= per_batch or len(sent) % per_batch != 0:
+        return sent
+    starts = range(0, len(sent), per_batch)
+    return [sum(sent[start : start + per_batch]) for start in starts]

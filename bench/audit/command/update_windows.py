@@ -246,11 +246,8 @@ def kind(backward: RecordedBackward) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def batches_per_backward(updates: list[AuditedUpdate]) -> float | None:
-    """By data loaders.
-
-    None if none was seen, or backwards per batch, or batches per backward, are no whole number.
-    """
+def backwards_per_batch(updates: list[AuditedUpdate]) -> int | None:
+    """By data loaders; None if none was seen, or it is no whole number."""
     if len(updates) < 2:
         return None
     batches = updates[-1].backwards[0].fetched - updates[0].backwards[0].fetched
@@ -258,16 +255,16 @@ def batches_per_backward(updates: list[AuditedUpdate]) -> float | None:
         return None
     ratio = sum(counts_of(updates[:-1])) / batches
     if ratio > 0.9 and abs(ratio - round(ratio)) < WHOLE:
-        return 1 / round(ratio)
+        return round(ratio)
     return None
 
 
-def backwards_per_batch(updates: list[AuditedUpdate]) -> int:
-    """By data loaders; 1 if that cannot be seen."""
-    ratio = batches_per_backward(updates)
-    if ratio is None:
-        return 1
-    return round(1 / ratio)
+def batches_per_backward(updates: list[AuditedUpdate]) -> float | None:
+    """By data loaders; None where backwards per batch are not known."""
+    num_backwards = backwards_per_batch(updates)
+    if num_backwards is None:
+        return None
+    return 1 / num_backwards
 
 
 def micro_batches(update: AuditedUpdate, ratio: float | None) -> int | None:
