@@ -36,6 +36,13 @@ class UnsupportedError(RuntimeError):
     """This machine or framework cannot run the cell; the trial gets the status ``unsupported``."""
 
 
+def reason_of(error: OSError) -> str:
+    """Why the system refused, without the number of the error."""
+    if error.strerror:
+        return error.strerror
+    return str(error)
+
+
 def is_interrupt(error: BaseException) -> bool:
     """Whether it is an interrupt or what Python turns it into.
 

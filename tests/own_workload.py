@@ -49,6 +49,14 @@ class Cycle:
         return cross_entropy(model(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
 
 
+class Untold(Cycle):
+    """Does not say how many tokens a sample has."""
+
+    def __init__(self, spec: WorkloadSpec) -> None:
+        super().__init__(spec)
+        del self.tokens_per_sample
+
+
 class Block(nn.Module):
     """A residual perceptron; its scale is a parameter of the block itself and has one row only."""
 

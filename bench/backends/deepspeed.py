@@ -182,7 +182,10 @@ def forget(engine: DeepSpeedEngine) -> None:
     coordination = sys.modules.get(f"{stage_3}.partitioned_param_coordinator")
     coordinator = getattr(coordination, "PartitionedParameterCoordinator", None)
     method = getattr(coordinator, "_PartitionedParameterCoordinator__params_to_release", None)
-    for cell in getattr(method, "__closure__", None) or ():  # the cache is wrapped for profilers
+    closure = getattr(method, "__closure__", None)
+    if closure is None:
+        return
+    for cell in closure:  # the cache is wrapped for profilers
         if hasattr(cell.cell_contents, "cache_clear"):
             cell.cell_contents.cache_clear()
 

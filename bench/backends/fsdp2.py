@@ -52,10 +52,12 @@ def shard(
     of_root = None
     if not reshard_after_forward:
         of_root = False
+    if offload_policy is None:
+        offload_policy = OffloadPolicy()
     common: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": mixed_precision(bf16=bf16),
-        "offload_policy": offload_policy or OffloadPolicy(),
+        "offload_policy": offload_policy,
     }
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **common)

@@ -82,7 +82,7 @@ class LightningBackend(Backend):
     family = BackendFamily.LIGHTNING
     requires: ClassVar[tuple[str, ...]] = ("lightning",)
     preload: ClassVar[tuple[str, ...]] = ("lightning.pytorch", "lightning.fabric")
-    loss_factor: ClassVar[str] = ""
+    loss_factor: ClassVar[str] = "1"
     """``"N"`` multiplies the loss by N in ``training_step``, which undoes one division by N."""
 
     def train(self, job: Job) -> None:
@@ -97,12 +97,15 @@ class LightningBackend(Backend):
         self.continue_training(job)
 
     def trainer_arguments(self, job: Job) -> dict[str, Any]:
+        clip_norm = None
+        if job.clip_norm > 0:
+            clip_norm = job.clip_norm
         return {
             **device_arguments(job),
             "strategy": self.strategy(job),
             "precision": self.precision(job),
             "accumulate_grad_batches": job.accumulate,
-            "gradient_clip_val": job.clip_norm or None,
+            "gradient_clip_val": clip_norm,
             "max_epochs": 1,
             **OFF,
         }
@@ -172,7 +175,7 @@ class LightningBackend(Backend):
         return {"trainer.global_step": self.trainer.global_step, **self.counters}
 
     def settings(self) -> dict[str, object]:
-        return super().settings() | OFF | {"loss_factor": self.loss_factor or "1"}
+        return super().settings() | OFF | {"loss_factor": self.loss_factor}
 
 
 class _Loader:

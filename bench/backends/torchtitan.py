@@ -149,9 +149,12 @@ class TorchtitanEager(fsdp2.FSDP2Backend):
         from torchtitan.tools.utils import GarbageCollection
 
         self.trainer = trainer = titan.Trainer.__new__(titan.Trainer)
+        max_norm = math.inf
+        if job.clip_norm > 0:
+            max_norm = job.clip_norm
         trainer.config = titan.Trainer.Config(
             training=titan.TrainingConfig(
-                steps=job.windows, max_norm=job.clip_norm or math.inf, disable_cuda_graphs=True
+                steps=job.windows, max_norm=max_norm, disable_cuda_graphs=True
             )
         )
         trainer.parallel_dims = titan.ParallelDims.from_config(

@@ -38,7 +38,7 @@ def _changes(backend: type[Backend], cell: Cell) -> Iterator[str]:
     is_on_cpu = cell.device is Device.CPU
     if issubclass(backend, LightningDeepSpeedZero2) and is_on_cpu:
         yield "a subclass of Lightning's DeepSpeedStrategy, without its check for CUDA"
-    if issubclass(backend, LightningBackend) and backend.loss_factor:
+    if issubclass(backend, LightningBackend) and backend.loss_factor != "1":
         yield "the loss multiplied by N: Lightning and DeepSpeed both divide it"
     if issubclass(backend, AccelerateFSDP2 | HuggingFaceFSDP2) and is_on_cpu:
         yield "a subclass of Accelerate's PartialState, which knows no FSDP on CPUs"

@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
+from bench.errors import reason_of
+
 SILENT_S = 30.0
 """After so long without a message a node counts as lost, and for a node so does the controller."""
 PING_S = 5.0
@@ -47,7 +49,7 @@ class Channel:
             with self._sending:
                 self._connection.send_bytes(json.dumps(message).encode())
         except OSError as error:
-            raise LostError(f"the connection to it broke ({error.strerror or error})") from error
+            raise LostError(f"the connection to it broke ({reason_of(error)})") from error
 
     def receive(
         self, timeout_s: float | None = None, max_bytes: int = MESSAGE_BYTES
@@ -64,6 +66,13 @@ class Channel:
             raise LostError(f"the connection to it broke ({error})") from error
         if not isinstance(message, dict):
             raise LostError("its message is not a JSON object")
+        return message
+
+    def expect(self, timeout_s: float, max_bytes: int = MESSAGE_BYTES) -> dict[str, Any]:
+        """The next message. Raises LostError, also if there is none within the time."""
+        message = self.receive(timeout_s, max_bytes)
+        if message is None:
+            raise LostError(f"it said nothing for {timeout_s:g} s")
         return message
 
 

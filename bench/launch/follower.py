@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.backends.base import EXTRA_BACKENDS
-from bench.errors import BAD, GOOD, InputError
+from bench.errors import BAD, GOOD, InputError, reason_of
 from bench.files import end_of
 from bench.launch import job_nodes
 from bench.launch.channel import SILENT_S, LostError, NodeChannel
@@ -47,7 +47,7 @@ def follow(place: Place, secret: bytes, about: Mapping[str, object]) -> int:
         channel.send({"node": place.node, "host": socket.gethostname()})
         channel.authenticate(secret, is_controller=False)
         channel.send({**about, "num_nodes": place.num_nodes})
-        answer = channel.receive(ANSWER_S) or {}
+        answer = channel.expect(ANSWER_S)
     except AuthenticationError as error:
         raise InputError(
             f"{job_nodes.SECRET}: node 0 at {channel.address} has another secret"
@@ -84,7 +84,7 @@ def _connect(place: Place) -> NodeChannel:
             if time.monotonic() > deadline:
                 raise InputError(
                     f"node {place.node} could not reach node 0 at {place.head} port {place.port} "
-                    f"within {JOIN_S:g} s ({error.strerror or error}); is it started, and are "
+                    f"within {JOIN_S:g} s ({reason_of(error)}); is it started, and are "
                     "MASTER_ADDR and MASTER_PORT its own?"
                 ) from error
             time.sleep(RETRY_S)

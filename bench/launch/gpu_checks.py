@@ -186,7 +186,9 @@ def build(facts: GpuFacts) -> Iterator[Finding]:
         what = f"{named}, and driver {facts.driver} supports at most {_dotted(facts.driver_cuda)}"
         yield error("cuda", f"{what}: update the driver, or {_build_for(facts.driver_cuda)}")
     elif torch.device_error or not torch.devices:
-        problem = torch.device_error or "it finds no device"
+        problem = "it finds no device"
+        if torch.device_error:
+            problem = torch.device_error
         fix = "see nvidia-smi, then restart the programs that hold the driver, or reboot"
         yield error("cuda", f"torch cannot use the GPUs that the driver reports: {problem}: {fix}")
     else:
@@ -238,8 +240,9 @@ def _runs(capability: tuple[int, ...], kernel: KernelKind) -> bool:
     """
     if kernel.is_special:
         return kernel.built_for == capability
-    is_later = kernel.built_for <= capability
-    return is_later and (kernel.is_ptx or kernel.built_for[0] == capability[0])
+    if kernel.built_for > capability:
+        return False
+    return kernel.is_ptx or kernel.built_for[0] == capability[0]
 
 
 def nccl(facts: GpuFacts) -> Iterator[Finding]:

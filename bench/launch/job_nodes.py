@@ -112,7 +112,9 @@ def here(environment: Mapping[str, str] = os.environ) -> Place | None:
                 f"{engine.processes} is {found}, and must be {needed}: start one process on each "
                 "node"
             )
-        head = get("MASTER_ADDR") or get("PET_MASTER_ADDR")
+        head = get("MASTER_ADDR")
+        if not head:
+            head = get("PET_MASTER_ADDR")
         if not head:
             head = _first_host(environment[engine.head])
         return Place(node=node, num_nodes=num_nodes, head=head, port=_port(environment, engine))

@@ -70,8 +70,8 @@ class Launcher:
             stack.callback(self._own.release)
             try:
                 for node in self._nodes:
-                    starts_cold = node.open(self._device)
-                    self._cold = self._cold or starts_cold
+                    if node.open(self._device):
+                        self._cold = True
             except LostError as error:
                 raise LauncherError(str(error)) from error
             stack.pop_all()

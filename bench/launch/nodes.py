@@ -308,12 +308,12 @@ class Nodes(contextlib.AbstractContextManager["Nodes"]):
         """Let another node in, or say why not: to the job only if it knows the secret."""
         channel, who = NodeChannel(link), ""
         try:
-            hello = channel.receive(STRANGER_S, HELLO_BYTES) or {}
+            hello = channel.expect(STRANGER_S, HELLO_BYTES)
             number, host = int(hello["node"]), plain(hello["host"])[:80]
             who = f"node {number} ({host})"
             channel.authenticate(self._secret, is_controller=True)
             self._forget(stranger)
-            about = channel.receive(ANSWER_S) or {}
+            about = channel.expect(ANSWER_S)
             refusal = self._refusal(number, about)
             if refusal:
                 channel.send({"refused": f"{who}: {refusal}"})

@@ -204,7 +204,10 @@ class NvmlGpu:
         found: list[MigInstance] = []
         if not self.ask("mig"):
             return found
-        for place in range(self._call("MaxMigDeviceCount") or 0):
+        num_places = self._call("MaxMigDeviceCount")
+        if num_places is None:
+            return found
+        for place in range(num_places):
             handle = self._call("MigDeviceHandleByIndex", place)
             if handle is None:  # there may be none at this index
                 continue
@@ -255,8 +258,10 @@ class NvmlGpu:
         if processes:
             pids, clients = self.ask("pids"), self.ask("mps_pids")
             found["pids"] = None
-            if pids is not None:
-                found["pids"] = sorted({*pids, *(clients or [])})
+            if pids is not None and clients is not None:
+                found["pids"] = sorted({*pids, *clients})
+            elif pids is not None:
+                found["pids"] = sorted(set(pids))
         return found
 
     def ask(self, name: str) -> Any:

@@ -122,7 +122,9 @@ def judge(
     if failed and not silent:
         return _of_failed(failed, wall_s, names)
     # A rank that died silently before causes the failures of the others.
-    status, reason = Status.CRASHED, ending.failure or "a rank ended without a result"
+    status, reason = Status.CRASHED, "a rank ended without a result"
+    if ending.failure:
+        reason = ending.failure
     if ending.status is not None:
         status = ending.status
     if ending.signal == signal.SIGKILL and ending.killed_for_memory:

@@ -125,7 +125,8 @@ class LauncherProcess:
                     f"{detail}"
                 )
             self._pending -= 1
-            self._initialized_by = self._initialized_by or str(reply["initialized_by"])
+            if not self._initialized_by:
+                self._initialized_by = str(reply["initialized_by"])
         return self._initialized_by
 
     def ask(self, request: Mapping[str, object]) -> LauncherReply | None:

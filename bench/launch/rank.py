@@ -293,7 +293,9 @@ def failure(error: BaseException) -> ToldFailure:
         status = Status.OOM
     elif isinstance(error, UnsupportedError):
         status = Status.UNSUPPORTED
-    first_line = (str(error).strip() or "no message").splitlines()[0]
+    first_line = "no message"
+    if message := str(error).strip():
+        first_line = message.splitlines()[0]
     where = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
     return {
         "status": status,
@@ -314,10 +316,13 @@ def shared_gpu_environment(
     if not visible:
         raise RuntimeError("no GPU is visible that ranks could share")
     gpu = visible[rank % len(visible)]
+    uuid = gpu.get("mig")
+    if not uuid:
+        uuid = gpu["uuid"]
     return {
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
         "GROUP_RANK": str(rank),
         "GROUP_WORLD_SIZE": str(world_size),
-        "CUDA_VISIBLE_DEVICES": gpu.get("mig") or gpu["uuid"],
+        "CUDA_VISIBLE_DEVICES": uuid,
     }

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.errors import InputError
+from bench.errors import InputError, reason_of
 from bench.findings import Finding, error
 from bench.formatting import size
 from bench.launch import job_nodes
@@ -60,7 +60,7 @@ def loopback_error() -> str:
             server.settimeout(CONNECT_S)
             server.accept()[0].close()
     except OSError as problem:
-        return str(problem.strerror or problem)
+        return reason_of(problem)
     return ""
 
 

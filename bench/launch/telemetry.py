@@ -135,13 +135,17 @@ class Telemetry:
             number += 1
             self._sample(processes=number % PROCESSES_EVERY == 0)
 
+    def _learn_owners(self, pids: Sequence[int]) -> None:
+        for pid in pids:
+            if pid not in self._is_ours:
+                self._is_ours[pid] = descends(pid, os.getpid())
+
     def _sample(self, *, processes: bool) -> None:
         for gpu in self._gpus:
             try:
                 sample = gpu.sample(processes=processes)
-                for pid in sample.get("pids") or ():
-                    if pid not in self._is_ours:
-                        self._is_ours[pid] = descends(pid, os.getpid())
+                if sample.get("pids") is not None:
+                    self._learn_owners(sample["pids"])
                 self._samples.append(sample)
             except Exception as error:
                 self._note(f"{gpu.uuid}: {type(error).__name__}: {error}")

@@ -108,12 +108,16 @@ class Watch:
         if counts != self._counts:
             self._counts, self._moved = counts, now
         num_written = sum(len(sight.written) for sight in sights)
-        return (
-            excessive(sum(sight.log_bytes for sight in sights))
-            or self._overdue(now)
-            or self._idle(now)
-            or self._slow_exit(now, num_written)
+        endings = (
+            excessive(sum(sight.log_bytes for sight in sights)),
+            self._overdue(now),
+            self._idle(now),
+            self._slow_exit(now, num_written),
         )
+        for ending in endings:
+            if ending is not None:
+                return ending
+        return None
 
     def _overdue(self, now: float) -> Ending | None:
         if now - self._started < self._timeout_s:

@@ -87,5 +87,7 @@ def complete(folder: Path, rank: int, result: dict[str, Any]) -> str:
         if "error" in answered:
             return f"{answered['error']} (comparing with the reference)"
         place = answered["result"]
-        result[place] = {**(result.get(place) or {}), **answered["found"]}
+        if result.get(place) is None:  # as the update of a reference
+            result[place] = {}
+        result[place] |= answered["found"]
     return ""

@@ -273,11 +273,10 @@ class FinalState:
 
 def _like(parameter: Tensor, state: Mapping[str, object]) -> dict[str, Tensor]:
     """The state of a parameter that has its shape, by key."""
-    return {
-        key: tensor
-        for key, tensor in state.items()
-        if isinstance(tensor, Tensor) and tensor.shape == parameter.shape and tensor.dim()
-    }
+    if parameter.dim() == 0:
+        return {}  # a count of steps has its shape, too
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    return {key: tensor for key, tensor in tensors.items() if tensor.shape == parameter.shape}
 
 
 def _stepped(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Tensor, Mapping[str, object]]]:

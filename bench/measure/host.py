@@ -121,7 +121,9 @@ class HostLoad:
         if not allowed <= found.keys():
             # A container's file may number its CPUs from 0 while the affinity has the host's
             # numbers.
-            return found or None
+            if not found:
+                return None
+            return found
         return {cpu: found[cpu] for cpu in allowed}
 
 

@@ -123,7 +123,10 @@ class TensorLedger(LocalMode):
 
     def parts_at_peak(self) -> Parts:
         """The peak by category, as known now; some of its storages may be freed since."""
-        return self.parts([*self._at_reset, *(self._log or [])[: self._log_at_peak]])
+        changes = list(self._at_reset)
+        if self._log is not None:
+            changes += self._log[: self._log_at_peak]
+        return self.parts(changes)
 
     def mark(self, tensor: Tensor, category: Category, evidence: Evidence) -> None:
         """Set the category of a tensor's storage. Storages on other devices are ignored."""
@@ -231,8 +234,9 @@ class TensorLedger(LocalMode):
             block.size = size
             if self.live > self.peak:
                 self.peak = self.live
-                self._log_at_peak = len(self._log or [])
-                self._is_new_peak = self.peak >= self.look_above and self._log is not None
+                if self._log is not None:
+                    self._log_at_peak = len(self._log)
+                    self._is_new_peak = self.peak >= self.look_above
 
     def _resize(
         self,

@@ -31,7 +31,9 @@ class LocalMode(TorchDispatchMode):
         for kind in types:
             if issubclass(kind, DTensor):
                 return NotImplemented  # dispatched again on the local tensors
-        return self.run(func, args, kwargs or {})
+        if kwargs is None:
+            kwargs = {}
+        return self.run(func, args, kwargs)
 
     def run(self, func: Operator, args: Arguments, kwargs: Options) -> object:
         """Run an operator and return its result."""

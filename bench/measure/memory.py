@@ -179,8 +179,10 @@ class MemoryProbe:
 
     def _note_untracked(self) -> None:
         untracked = self._untracked()
-        if untracked is not None:
-            self._most_untracked = max(untracked, self._most_untracked or untracked)
+        if untracked is None:
+            return
+        if self._most_untracked is None or untracked > self._most_untracked:
+            self._most_untracked = untracked
 
     def _hold_before_forward(self) -> None:
         """``_hold`` before the next forward, in a loop that fetches ahead.

@@ -98,8 +98,10 @@ def _named(func: Operator, taken: list[Tensor]) -> str:
     """
     if func is torch.ops.aten.addmm.default and taken[0].dim() == 1:
         func, taken = torch.ops.aten.mm.default, taken[1:]
+    if not taken:
+        return f"{func} of nothing"
     shapes = " ".join(str(list(tensor.shape)) for tensor in taken)
-    return f"{func} of {shapes or 'nothing'}"
+    return f"{func} of {shapes}"
 
 
 def is_work(func: Operator, result: object, *, in_loss: bool) -> bool:

@@ -140,7 +140,9 @@ def project(
     import torch
 
     flat = values.detach().flatten()
-    where = device or flat.device
+    where = flat.device
+    if device is not None:
+        where = device
     signs = _signs(where)
     at_once = ROWS_AT_ONCE[where.type] * ROW
     total = torch.zeros(NUM_PROJECTIONS, dtype=torch.float64, device=where)

@@ -184,7 +184,8 @@ class _Mode(FakeTensorMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        kwargs = kwargs or {}
+        if kwargs is None:
+            kwargs = {}
         if func is torch.ops.aten.is_pinned.default:
             return args[0].untyped_storage()._cdata in self._pinned
         if func is torch.ops.aten._pin_memory.default:  # torch has no fake one

@@ -13,8 +13,8 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -68,13 +68,26 @@ the bytes."""
 MakeOptimizer = Callable[[Iterable[Parameter]], Optimizer]
 
 
-class TrainOptions(TypedDict, total=False):
-    """Options of ``RankTrial.train`` for a window that is measured."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassOptions:
+    """What a pass does otherwise than the trial: how ``RankTrial.train`` trains."""
 
-    optimizer: MakeOptimizer
-    instrument: AbstractContextManager[object]
-    watch: Callable[[Backend], None]
-    built: Callable[[nn.Module], None]
+    cell: Cell | None = None
+    """None for the trial's, as for the two below."""
+    optimizer: MakeOptimizer | None = None
+    clip_norm: float | None = None
+    instrument: AbstractContextManager[object] | None = None
+    """Is entered before the backend is made, and left after its training."""
+    keep_parameters: bool = False
+    """Whether ``Backend.full_parameters`` is asked for afterwards."""
+    watch: Callable[[Backend], None] | None = None
+    """Is called with the backend before it builds."""
+    built: Callable[[nn.Module], None] = lambda _: None
+    """Is called with the model before the backend has it."""
+
+
+AS_THE_TRIAL = PassOptions()
+"""A pass that does nothing otherwise."""
 
 
 def work(spec: Spec, rank: int, device: torch.device) -> dict[str, object]:
@@ -201,21 +214,23 @@ class RankTrial:
         self,
         taps: Taps,
         windows: int,
-        *,
-        optimizer: MakeOptimizer | None = None,
-        clip_norm: float | None = None,
-        instrument: AbstractContextManager[object] | None = None,
-        keep_parameters: bool = False,
-        watch: Callable[[Backend], None] | None = None,
-        built: Callable[[nn.Module], None] = lambda _: None,
-        cell: Cell | None = None,
+        how: PassOptions = AS_THE_TRIAL,
     ) -> Backend:
-        """Build the backend, train it for some windows under the given taps, and return it.
-
-        Optimizer, clipping and the cell itself default to the trial's. ``watch`` is called with the
-        backend before it builds, ``built`` with the model before the backend has it.
-        """
-        cell, data = cell or self.cell, self.data
+        """Build the backend, train it for some windows under the given taps, and return it."""
+        cell, data = self.cell, self.data
+        if how.cell is not None:
+            cell = how.cell
+        make_optimizer = self._optimizer
+        if how.optimizer is not None:
+            make_optimizer = how.optimizer
+        clip_norm = cell.clip_norm
+        if how.clip_norm is not None:
+            clip_norm = how.clip_norm
+        instrument: AbstractContextManager[object] = nullcontext()
+        # Dynamo skips code under a dispatch mode; collectives do not depend on compilation.
+        compiled = cell.compiled
+        if how.instrument is not None:
+            instrument, compiled = how.instrument, False
 
         def fetch(samples: range) -> Batch:
             # Passes of more windows than the time pass see samples again.
@@ -233,9 +248,6 @@ class RankTrial:
             rank=self.rank,
             global_batch_size=self._batch_size,
         )
-        make_optimizer = optimizer or self._optimizer
-        # Dynamo skips code under a dispatch mode; collectives do not depend on compilation.
-        compiled = cell.compiled and instrument is None
         job = Job(
             cell=cell,
             rank=self.rank,
@@ -245,18 +257,18 @@ class RankTrial:
             accumulate=cell.accumulate,
             block_parameters=self.block_parameters,
             num_parameters=self.num_parameters,
-            build=lambda: self._build(dataclasses.replace(cell, compiled=compiled), built),
+            build=lambda: self._build(dataclasses.replace(cell, compiled=compiled), how.built),
             blocks=self.workload.blocks,
             loader=taps.loader(loader),
             loss=taps.loss(self._loss),
             optimizer=lambda parameters: taps.optimizer(make_optimizer(parameters)),
-            keep_parameters=keep_parameters,
-            clip_norm=cell.clip_norm if clip_norm is None else clip_norm,
+            keep_parameters=how.keep_parameters,
+            clip_norm=clip_norm,
         )
-        with instrument or nullcontext():
+        with instrument:
             backend = self.backend()  # what it holds from here on counts
-            if watch:
-                watch(backend)
+            if how.watch is not None:
+                how.watch(backend)
             with suppress(EndOfPassError):
                 backend.train(job)
         if self.device.type == "cuda":
@@ -313,7 +325,8 @@ class RankTrial:
         # What is gathered is gathered in one trial of a cell, as the update is.
         whole = "update" in self.spec.passes and self.cell.world.has_values
         with load, blocks.compiled_once(self.cell) as compiled_all:
-            backend = self.train(taps, self.cell.windows, keep_parameters=whole, built=end.built)
+            how = PassOptions(keep_parameters=whole, built=end.built)
+            backend = self.train(taps, self.cell.windows, how)
         found = updates(taps.events)
         marks = [update.mark for update in found]
         reached, seconds = clock.moments(marks), clock.intervals(marks)
@@ -447,15 +460,10 @@ class RankTrial:
         taps = Taps(time.perf_counter)
         sgd = lambda parameters: torch.optim.SGD(parameters, lr=1.0, foreach=True)  # noqa: E731
         end = FinalState(reference)
-        backend = self.train(
-            taps,
-            1,
-            optimizer=sgd,
-            clip_norm=clip_norm,
-            keep_parameters=True,
-            built=end.built,
-            cell=cell,
+        how = PassOptions(
+            cell=cell, optimizer=sgd, clip_norm=clip_norm, keep_parameters=True, built=end.built
         )
+        backend = self.train(taps, 1, how)
         after = end.projecting(backend.full_parameters(), kind, self.device)
         if self.rank != 0:
             for parameter in after:
@@ -501,7 +509,7 @@ class RankTrial:
             if "memory" in self.spec.passes:
                 self._memory = self._watch_memory(counter)
             else:
-                self._settled(counter, instrument=nullcontext())
+                self._settled(counter, how=PassOptions(instrument=nullcontext()))
         return counter.rows()
 
     def memory(self) -> dict[str, int]:
@@ -530,15 +538,13 @@ class RankTrial:
             on_host=issubclass(self.backend, Offloading),
             given_bytes=sum(given.values()),
         )
-        backend = self._settled(
-            probe,
-            *others,
-            observe=probe.on_event,
+        how = PassOptions(
             optimizer=lambda parameters: probe.optimizer(self._optimizer(parameters)),
             instrument=probe.active(),
             watch=probe.watch,
             built=probe.built,
         )
+        backend = self._settled(probe, *others, observe=probe.on_event, how=how)
         self._settings = backend.settings()
         return probe.result
 
@@ -552,7 +558,7 @@ class RankTrial:
         cost = HostCost(cuda=self.device.type == "cuda", taps=taps, plain=self._plain)
         windows = SettledWindows(self.cell.accumulate, *cost.instruments)
         taps.on_event = windows.on_event
-        self.train(taps, windows.num_trained, instrument=closing(windows))
+        self.train(taps, windows.num_trained, PassOptions(instrument=closing(windows)))
         return cost.result
 
     def exposure(self) -> dict[str, float] | None:
@@ -568,18 +574,17 @@ class RankTrial:
         """The trace pass: the file in the task's folder with a Chrome trace of a settled window."""
         path = Path(self.spec.folder) / f"trace{self.rank}.json"
         tracer = WindowTrace(path, on_cuda=self.device.type == "cuda")
-        self._settled(
-            tracer,
-            observe=tracer.on_event,
-            optimizer=lambda parameters: tracer.optimizer(self._optimizer(parameters)),
+        how = PassOptions(
+            optimizer=lambda parameters: tracer.optimizer(self._optimizer(parameters))
         )
+        self._settled(tracer, observe=tracer.on_event, how=how)
         return path.name
 
     def _settled(
         self,
         *measuring: Instrument,
         observe: Callable[[EventKind], None] = lambda _: None,
-        **how: Unpack[TrainOptions],
+        how: PassOptions = AS_THE_TRIAL,
     ) -> Backend:
         """Train to the end of the settled window, which ``measuring`` measure.
 
@@ -597,4 +602,7 @@ class RankTrial:
         taps.on_event = on_event
         # A loader that fetches ahead has one fetch less in the last window, and the memory pass
         # waits for the second.
-        return self.train(taps, windows[0].num_trained + (self.cell.accumulate == 2), **how)
+        num_trained = windows[0].num_trained
+        if self.cell.accumulate == 2:
+            num_trained += 1
+        return self.train(taps, num_trained, how)

@@ -43,9 +43,11 @@ def save(
 
     With ``durable``, a power failure leaves no empty file.
     """
+    if sizes is None:
+        sizes = {}
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, durable=durable) as draft:
-        save_file(dict(change), draft, {SIZES: json.dumps(dict(sizes or {}))})
+        save_file(dict(change), draft, {SIZES: json.dumps(dict(sizes))})
 
 
 def sizes_of(model: nn.Module) -> dict[str, float]:
@@ -119,7 +121,10 @@ def compare(
 ) -> UpdateDeviation:
     """The deviation of an update from the reference's, in a file; calculated on the device."""
     with safe_open(reference, framework="pt") as stored:
-        sizes = json.loads((stored.metadata() or {}).get(SIZES, "{}"))
+        sizes: dict[str, float] = {}
+        metadata = stored.metadata()
+        if metadata is not None and SIZES in metadata:
+            sizes = json.loads(metadata[SIZES])
         return deviation(change, stored.get_tensor, reference.name, device, sizes)
 
 
@@ -175,6 +180,8 @@ def deviation(
     rounding does not count in ``tensor_error``. Raises RuntimeError if what is expected is zero or
     not finite.
     """
+    if sizes is None:
+        sizes = {}
     uu = ur = rr = dd = 0.0
     size = CHUNK_ELEMENTS[device.type]
     tensors: list[_Tensor] = []
@@ -195,7 +202,7 @@ def deviation(
     mean = math.sqrt(rr / sum(tensor.count for tensor in tensors))
     errors: dict[str, float] = {}
     for tensor in tensors:
-        errors[tensor.name] = tensor.error(mean, (sizes or {}).get(tensor.name, 0.0))
+        errors[tensor.name] = tensor.error(mean, sizes.get(tensor.name, 0.0))
     worst = max(errors, key=errors.__getitem__)
     found: UpdateDeviation = {
         "error": math.inf,

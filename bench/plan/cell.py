@@ -221,8 +221,9 @@ class Cell:
     @property
     def uses_nccl(self) -> bool:
         """Whether the ranks communicate over NCCL."""
-        has_gpus = self.device is Device.CUDA and self.world.has_all_ranks
-        return has_gpus and (self.shared_nccl or not self.world.shares_gpus)
+        if self.device is not Device.CUDA or not self.world.has_all_ranks:
+            return False
+        return self.shared_nccl or not self.world.shares_gpus
 
     def group_size(self, group: str) -> int:
         """Number of ranks in a group; W where a backend has groups of its own, of unknown sizes."""

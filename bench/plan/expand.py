@@ -159,7 +159,9 @@ def _single_trial_ids(parts: Sequence[ExpandedPart]) -> list[str]:
     alone: dict[Cell, bool] = {}
     for part in parts:
         for cell in part.cells:
-            alone[cell] = alone.get(cell, True) and part.matrix["once"]
+            if not part.matrix["once"]:
+                alone[cell] = False
+            alone.setdefault(cell, True)
     for cell in list(alone):
         if cell.device is Device.CUDA and cell.world.has_values:
             alone[cell.reference()] = True

@@ -280,11 +280,10 @@ class Matrix:
                 groups.append(group)
             elif sizes := fitting(group[key]):
                 groups.append({**group, key: sizes})
-        values = {
-            **self.values,
-            key: fitting(self.values.get(key, "all")) or "all",
-            "groups": groups,
-        }
+        sizes = fitting(self.values.get(key, "all"))
+        if not sizes:
+            sizes = "all"
+        values = {**self.values, key: sizes, "groups": groups}
         if values == self.values:
             return self
         return dataclasses.replace(self, values=values, places={**self.places, key: option})

@@ -48,7 +48,9 @@ class LlamaSize:
 
     @property
     def head_size(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_heads
+        if self.head_dim:
+            return self.head_dim
+        return self.hidden_size // self.num_heads
 
     @property
     def num_matrix_parameters(self) -> int:
@@ -235,9 +237,9 @@ def sources(name: str) -> list[Path]:
             f"workload '{name}': there is no module {module}; use 'llama' or "
             "'package.module:factory'"
         )
-    folders = []
-    if package is not None:
-        folders = list(package.submodule_search_locations or ())
+    folders: list[str] = []
+    if package is not None and package.submodule_search_locations is not None:
+        folders += package.submodule_search_locations
     paths: list[Path] = []
     for folder in folders:
         paths += Path(folder).rglob("*.py")

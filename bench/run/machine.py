@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
+import math
 import os
 import platform
 import re
@@ -80,7 +81,9 @@ def num_cores() -> int:
 
 def threads_per_rank(num_ranks: int, asked: int = 0) -> int:
     """Threads per rank: ``asked``, or each rank's share of the cores if that is 0."""
-    return asked or max(1, num_cores() // num_ranks)
+    if asked > 0:
+        return asked
+    return max(1, num_cores() // num_ranks)
 
 
 def peak_memory_bytes() -> int | None:
@@ -130,10 +133,11 @@ def _cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return platform.processor() or "unknown"
+        lines = [f"model name: {platform.processor()}"]
     for line in lines:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
+        name, _, value = line.partition(":")
+        if name.strip() == "model name" and value.strip():
+            return value.strip()
     return "unknown"
 
 
@@ -176,14 +180,16 @@ def packages() -> dict[str, str]:
     return {name: found[name] for name in PACKAGES if name in found}
 
 
+def _is_stored(name: str, value: str) -> bool:
+    """Whether a variable of the environment can change a result and holds no secret."""
+    if not name.startswith(ENVIRONMENT_PREFIXES):
+        return False
+    return SECRET_NAMES.search(name) is None and SECRET_VALUES.search(value) is None
+
+
 def environment() -> dict[str, str]:
     """The environment variables that can change a result, without those that may hold a secret."""
-    found = {}
-    for name, value in sorted(os.environ.items()):
-        is_secret = SECRET_NAMES.search(name) or SECRET_VALUES.search(value)
-        if name.startswith(ENVIRONMENT_PREFIXES) and not is_secret:
-            found[name] = value
-    return found
+    return {name: value for name, value in sorted(os.environ.items()) if _is_stored(name, value)}
 
 
 def code(
@@ -275,6 +281,9 @@ def connection(head: str) -> dict[str, object]:
 
 NOT_STORED, STORED = "(not stored)", "(stored)"
 """Stand for values of a fingerprint that are not shown themselves."""
+MEMORY = "machine.memory_bytes"
+OF_A_BOOT = 1e-3
+"""The share of the memory by which two starts of one machine may differ."""
 OF_ONE = re.compile(r"\.(uuid|mig|index|topology(\.\d+)?)$")
 """Keys of the fingerprint that differ between any two machines."""
 
@@ -287,11 +296,21 @@ class Changed:
     a: object
     b: object
 
+    @property
+    def is_of_the_boot(self) -> bool:
+        """Whether it is memory that the kernel kept for itself when it started."""
+        if self.key != MEMORY or not isinstance(self.a, int) or not isinstance(self.b, int):
+            return False
+        return math.isclose(self.a, self.b, rel_tol=OF_A_BOOT)
+
 
 def differences(
     a: Mapping[str, object], b: Mapping[str, object], parts: Sequence[str] = FINGERPRINT
 ) -> list[Changed]:
-    """The keys of the parts that differ; a part that one of both lacks counts as one key."""
+    """The keys of the parts that differ; a part that one of both lacks counts as one key.
+
+    Memory that differs by no more than between two starts of one machine counts as equal.
+    """
     found = []
     for part in parts:
         if part not in a or part not in b:
@@ -303,7 +322,7 @@ def differences(
         ours, theirs = _flat(a[part], part), _flat(b[part], part)
         for key in sorted(ours.keys() | theirs.keys()):
             change = Changed(key=key, a=ours.get(key, NOT_STORED), b=theirs.get(key, NOT_STORED))
-            if change.a != change.b:
+            if change.a != change.b and not change.is_of_the_boot:
                 found.append(change)
     return found
 

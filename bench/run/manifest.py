@@ -174,7 +174,9 @@ class Manifest:
         Each record of the journal repeats it. It is of the JSON with sorted keys and without
         spaces, without the keys of ``LATER``.
         """
-        every = self.stored or self.to_dict()
+        every = self.stored
+        if not every:
+            every = self.to_dict()
         begun = {key: value for key, value in every.items() if key not in LATER}
         text = json.dumps(begun, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
@@ -196,7 +198,9 @@ class Manifest:
 
     def rates(self, world_size: int, num_nodes: int) -> MeasuredRates | None:
         """The rates of so many ranks on so many nodes; None if they were not measured."""
-        for measured in self.matmul or ():
+        if self.matmul is None:
+            return None
+        for measured in self.matmul:
             if (measured.world_size, measured.num_nodes) == (world_size, num_nodes):
                 return measured
         return None

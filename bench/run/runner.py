@@ -91,7 +91,9 @@ class Runner:
         self._observer = observer
         self._judge = judge
         self._retry_failed = retry_failed
-        self._journal = journal or Journal(folder)
+        if journal is None:
+            journal = Journal(folder)
+        self._journal = journal
         self._scratch = folder / "scratch"
         self._life = uuid.uuid4().hex[:8]
         """Makes names of trial folders unique: a rank that outlives a killed bench cannot write
@@ -290,9 +292,10 @@ class Runner:
 
     def _missing(self, trial: Trial) -> str:
         """Why a trial cannot run; empty if it can."""
-        return self._skipped.get(trial.cell.cell_id) or blocks.skip(
-            trial.cell, self._backends[trial.cell.backend]
-        )
+        cell = trial.cell
+        if cell.cell_id in self._skipped:
+            return self._skipped[cell.cell_id]
+        return blocks.skip(cell, self._backends[cell.backend])
 
     def _keep(self, content: dict[str, Any]) -> TrialRecord:
         """Append what is known of a trial to the journal; returns it as it is read again."""

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from bench.backends.base import Backend, register, registry
@@ -71,7 +72,7 @@ def create(
     plan: Planned,
     *,
     cold: bool,
-    peaks: Mapping[str, int] | None = None,
+    peaks: Mapping[str, int] = MappingProxyType({}),
     nodes: Sequence[Mapping[str, object]] = (),
     head: str = "",
     sharing: GpuSharing | None = None,
@@ -112,7 +113,7 @@ def create(
         skipped=plan.skipped,
         remarks=remarks,
         lossy=lossy,
-        predicted=Predicted(made=now(), peak_bytes=dict(peaks or {})),
+        predicted=Predicted(made=now(), peak_bytes=dict(peaks)),
         backends=describe({name: backend for name, backend in backends.items() if name in used}),
         baseline=baseline(plan.matrix, backends),
         cold=cold,

@@ -68,7 +68,9 @@ def read_truths(path: Path) -> Truths | None:
 
 def parts_of(result: Sequence[Mapping[str, Any]] | None) -> list[Part]:
     """The parts in a rank's result."""
-    return [Part(**part) for part in result or ()]
+    if result is None:
+        return []
+    return [Part(**part) for part in result]
 
 
 def ranks_apart(ranks: Sequence[Sequence[Part]]) -> Apart | None:
@@ -125,8 +127,8 @@ def check_end(
     steps: int | None = None
     for rank in ranks:
         settings += rank["settings"]
-        if rank["steps"] is not None:
-            steps = max(rank["steps"], steps or 0)
+        if steps is None or (rank["steps"] is not None and rank["steps"] > steps):
+            steps = rank["steps"]
     found: dict[str, Any] = {
         "settings": list(dict.fromkeys(settings)),
         "steps": steps,
@@ -163,7 +165,10 @@ def _rounded(ranks: Sequence[Sequence[Part]], truths: Truths) -> Iterator[str]:
         for part in parts:
             if not part.is_rounded:
                 continue
-            kind, what = part.kind, _named(part.kind, part.name or "what the optimizer steps")
+            kind, name = part.kind, part.name
+            if not name:
+                name = "what the optimizer steps"
+            what = _named(kind, name)
             if kind == PARAMETERS:
                 kind = TRAINED
             right = truths.tensors.get(kind, {}).get(part.name)

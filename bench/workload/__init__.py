@@ -78,13 +78,21 @@ def load(cell: Cell, corpus: Path | None) -> Workload:
 
         return CausalWorkload(spec, read_config(cell.workload), str(config_file(cell.workload)))
     workload: Workload = find_factory(cell.workload)(spec)
+    _check_tokens(cell.workload, workload)
+    return workload
+
+
+def _check_tokens(name: str, workload: Workload) -> None:
+    """Raises InputError if a workload of one's own does not say how long a sample is."""
+    if not hasattr(workload, "tokens_per_sample"):
+        raise InputError(
+            f"{name}: it has no tokens_per_sample; see 'A model of your own' in docs/matrix.md"
+        )
     tokens: object = workload.tokens_per_sample
     if not isinstance(tokens, int) or tokens < 1:
         raise InputError(
-            f"{cell.workload}: tokens_per_sample is {shown(tokens)}; it must be an integer of at "
-            "least 1"
+            f"{name}: tokens_per_sample is {shown(tokens)}; it must be an integer of at least 1"
         )
-    return workload
 
 
 class Loader:

@@ -56,6 +56,9 @@ def zeros_like(
         if num_samples is not None:
             count = num_samples
         shape = (count, *tensor.shape[1:])
-        return torch.zeros(shape, dtype=tensor.dtype, device=device or tensor.device)
+        where = tensor.device
+        if device is not None:
+            where = device
+        return torch.zeros(shape, dtype=tensor.dtype, device=where)
 
     return tree_map_only(Tensor, zeros, batch)

@@ -112,7 +112,7 @@ def _ask(cell: Cell, corpus: Path | None, *, shards: bool, in_bf16: bool) -> Exa
                 )
         if answer.exists():
             return Examined(**json.loads(answer.read_text(encoding="utf-8")))
-        lines = log.read_text(errors="replace").strip().splitlines() or ["it wrote nothing"]
+        lines = ["it wrote nothing", *log.read_text(errors="replace").strip().splitlines()]
         return Examined(wrong=f"its process ended with status {status}: {lines[-1]}")
 
 
@@ -250,15 +250,9 @@ class _Examination:
 
     def _check_numbers(self) -> None:
         workload = self._workload
-        for name in ("tokens_per_sample", "flops_per_sample", "entropy_floor"):
+        for name in ("flops_per_sample", "entropy_floor"):
             if not hasattr(workload, name):
                 raise UnfitError(f"it has no {name}; see 'A model of your own' in docs/matrix.md")
-        tokens: object = workload.tokens_per_sample
-        if not isinstance(tokens, int) or tokens < 1:
-            raise UnfitError(
-                f"tokens_per_sample is {tokens!r}; it must be an integer of at least 1"
-            )
-        for name in ("flops_per_sample", "entropy_floor"):
             value = getattr(workload, name)
             if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
                 raise UnfitError(f"{name} is {value!r}; it must be a finite number, or None")

@@ -25,7 +25,7 @@ from bench.backends.base import Backend, registry
 from bench.launch.job_nodes import LOOPBACK, interface_of
 from bench.launch.launcher import Launcher
 from bench.launch.process import environment_of
-from bench.measure.trial import RankTrial
+from bench.measure.trial import AS_THE_TRIAL, PassOptions, RankTrial
 from bench.plan.cell import Cell, Device, Status
 from bench.plan.task import Spec
 from studies import ROOT
@@ -63,7 +63,7 @@ class RankInTurn(RankTrial):
         super().__init__(*arguments)
         self._in_turn = turns
 
-    def train(self, taps: Any, windows: int, **others: Any) -> Backend:
+    def train(self, taps: Any, windows: int, how: PassOptions = AS_THE_TRIAL) -> Backend:
         tapped = taps.loader
 
         def loader(batches: Any) -> Any:
@@ -71,7 +71,7 @@ class RankInTurn(RankTrial):
             return tapped(self.turns)
 
         taps.loader = loader
-        backend = super().train(taps, windows, **others)
+        backend = super().train(taps, windows, how)
         self.turns.end()
         return backend
 

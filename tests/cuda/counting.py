@@ -59,7 +59,9 @@ class CountedTrial(trial.RankTrial):
             "memory": self.memory() if "memory" in self.spec.passes else None,
         }
 
-    def train(self, taps: Taps, windows: int, **options: Any) -> Backend:
+    def train(
+        self, taps: Taps, windows: int, how: trial.PassOptions = trial.AS_THE_TRIAL
+    ) -> Backend:
         self._windows, then = Windows(), taps.on_event
 
         def see(kind: Event) -> None:
@@ -68,7 +70,7 @@ class CountedTrial(trial.RankTrial):
             self._windows.see(kind)
 
         taps.on_event = see
-        return super().train(taps, windows, **options)
+        return super().train(taps, windows, how)
 
 
 class Windows:

@@ -59,12 +59,14 @@ class WatchedTrial(trial.RankTrial):
             "seen": {kind: seen[kind] for kind in SEEN},
         }
 
-    def train(self, taps: Taps, windows: int, **options: Any) -> Backend:
+    def train(
+        self, taps: Taps, windows: int, how: trial.PassOptions = trial.AS_THE_TRIAL
+    ) -> Backend:
         import torch
 
         then, num_losses, cell = taps.on_event, 0, self.cell
         if windows < cell.windows:  # that of the profiler
-            return super().train(taps, windows, **options)
+            return super().train(taps, windows, how)
 
         def see(kind: Event) -> None:
             nonlocal num_losses
@@ -84,7 +86,7 @@ class WatchedTrial(trial.RankTrial):
         taps.on_event = see
         warnings.simplefilter("always")
         warnings.showwarning = show  # type: ignore[assignment]
-        return super().train(taps, windows, **options)
+        return super().train(taps, windows, how)
 
 
 def main() -> None:

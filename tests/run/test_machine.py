@@ -14,7 +14,7 @@ import pytest
 from bench.launch import gpus
 from bench.launch.torch_facts import TorchFacts
 from bench.run import machine, trial_code
-from bench.run.manifest import CONNECTION
+from bench.run.manifest import CONNECTION, FINGERPRINT
 from tests import factories
 from tests.factories import make_backend, make_manifest, manifest_of
 from tests.fake_nvml import FakeNvml, failing
@@ -246,3 +246,17 @@ def test_the_connection_of_a_node_is_that_of_the_interface_towards_the_head() ->
     found = machine.connection("127.0.0.1")
     assert found["mtu"] == int(Path("/sys/class/net/lo/mtu").read_text())
     assert "mtu" not in machine.connection("no address")
+
+
+def test_memory_that_the_kernel_keeps_does_not_make_another_machine() -> None:
+    """Two starts of one machine differ by some KiB; two machines by more."""
+
+    def of(**about: object) -> dict[str, object]:
+        return {part: {} for part in FINGERPRINT} | {"machine": {"cpu": "x", **about}}
+
+    ours = of(memory_bytes=2**34)
+    assert machine.differences(ours, of(memory_bytes=2**34 - 12 * 1024)) == []
+    (other,) = machine.differences(ours, of(memory_bytes=2**34 - 2**27))
+    assert other.key == "machine.memory_bytes"
+    (none,) = machine.differences(ours, of())
+    assert none.b == machine.NOT_STORED
