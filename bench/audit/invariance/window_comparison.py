@@ -293,7 +293,9 @@ def _loss(run: SplitRun) -> float | None:
         criterion = main_criterion(micro_batch)
         if criterion is None or not criterion.seed or micro_batch.loss is None:
             return None
-        terms = float(criterion.terms or 1)
+        terms = criterion.terms
+        if terms is None:  # micro-batches count alike
+            terms = 1.0
         value = micro_batch.loss / criterion.seed
         if criterion.reduction != "sum":
             value *= terms
