@@ -278,9 +278,9 @@ def _compare_losses(first: SplitRun, other: SplitRun, bound: float) -> SamplesCh
     unknown = SamplesCheck(Samples.UNKNOWN, "no loader and no input shows which samples they are")
     if mine is None or others is None:
         return unknown
-    if abs(others - mine) > bound * max(abs(mine), abs(others)):
-        return unknown
-    return SamplesCheck(Samples.SAME, "the loss of update 1 is the same")
+    if abs(others - mine) <= bound * max(abs(mine), abs(others)):
+        return SamplesCheck(Samples.SAME, "the loss of update 1 is the same")
+    return unknown  # also where a loss is NaN
 
 
 def _loss(run: SplitRun) -> float | None:
