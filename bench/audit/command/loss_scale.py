@@ -136,8 +136,6 @@ class WeighedUpdate:
     """The losses in one gradient."""
 
     gradient: ExplainedGradient
-    count: int | None
-    """Micro-batches of a rank; None if that is not visible."""
     losses: list[LossWeight]
 
     @property
@@ -329,8 +327,7 @@ class LossScale:
         for found in gradient.weights:
             if found.is_present:
                 losses += _loss_weights(found, self._backward_of(gradient, found))
-        update = self.updates[gradient.gradient_of[0]][gradient.update]
-        return WeighedUpdate(gradient, micro_batches(update, self._ratio), losses)
+        return WeighedUpdate(gradient, losses)
 
     # Why backwards of an update may be parts of a loss instead of micro-batches
 
