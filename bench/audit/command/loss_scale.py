@@ -609,7 +609,7 @@ class LossScale:
         gradient = self.weighed[0].gradient
         for found in gradient.weights:
             for criterion in self._backward_of(gradient, found).injected:
-                total = (criterion.seed or 0.0) * found.weight * len(gradient.weights)
+                total = criterion.factor * found.weight * len(gradient.weights)
                 sums.setdefault(f"{criterion.node} (injected by a function)", []).append(total)
         parts = []
         is_right = not self._beside
@@ -759,5 +759,5 @@ def _sum_of_other(weighed: WeighedUpdate, kind: Kind) -> float:
         return total
     factors = 0.0
     for loss in weighed.of_kind(kind):
-        factors += loss.criterion.seed or 0.0
+        factors += loss.criterion.factor
     return factors * weighed.gradient.level

@@ -657,7 +657,7 @@ class OptimizerAudit:
         factors = set()
         for backward in backwards:
             for criterion in backward.criteria[:1]:
-                factors.add(round(criterion.seed or 0.0, 12))
+                factors.add(round(criterion.factor, 12))
         return len(set(map(kind, backwards))) == 1 and len(factors) <= 1
 
 

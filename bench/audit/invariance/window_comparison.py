@@ -330,7 +330,7 @@ def _uneven_terms(micro_batches: Iterable[RecordedMicroBatch]) -> Terms | None:
         if criterion is None or not criterion.terms:
             return None
         terms.append(int(criterion.terms))
-        factors.append(_factor_of_term(criterion))
+        factors.append(_factor_of_term(criterion, criterion.terms))
     if len(terms) < 2:
         return None
     if max(terms) > EVEN * min(terms) and max(factors) > EVEN * min(factors) > 0:
@@ -338,8 +338,9 @@ def _uneven_terms(micro_batches: Iterable[RecordedMicroBatch]) -> Terms | None:
     return None
 
 
-def _factor_of_term(criterion: Criterion[float]) -> float:
-    seed = abs(float(criterion.seed or 0.0))
+def _factor_of_term(criterion: Criterion[float], terms: float) -> float:
+    """What the loss of a micro-batch multiplies each of so many terms by."""
+    factor = abs(criterion.factor)
     if criterion.reduction == "sum":
-        return seed
-    return seed / float(criterion.terms or 1)
+        return factor
+    return factor / terms
