@@ -57,7 +57,9 @@ def described(criterion: RecordedCriterion | None) -> str:
     """A criterion and the factor that it receives."""
     if criterion is None or criterion.seed is None:
         return "no criterion found"
-    reduction = criterion.reduction or "unknown reduction"
+    reduction = criterion.reduction
+    if reduction is None:
+        reduction = "unknown reduction"
     return f"{criterion.node} ({reduction}) receives {criterion.seed:.4g}"
 
 
@@ -148,7 +150,9 @@ class WeighedUpdate:
                 named[loss.kind] = None
             elif loss.criterion.reduction == "mean":
                 means[loss.kind] = None
-        return list(named or means)
+        if named:
+            return list(named)
+        return list(means)
 
     def is_named(self, kind: Kind) -> bool:
         """Whether it is a loss function of torch, and not any mean."""
@@ -274,13 +278,20 @@ class LossScale:
         self._ratio = batches_per_backward(self._mine)
         known = []
         for update in self._mine:
-            count = micro_batches(update, self._ratio)
+            count = self._num_micro_batches(update)
             if count:
                 known.append(count)
         self.usual = 0
         """Micro-batches of most updates; 0 if that is not visible."""
         if known:
             self.usual = mode(sorted(known))
+
+    def _num_micro_batches(self, update: AuditedUpdate) -> int:
+        """Those of an update; 0 if that is not visible."""
+        count = micro_batches(update, self._ratio)
+        if count is None:
+            return 0
+        return count
 
     def findings(self) -> Iterator[Finding]:
         """What the weights sum to, and whether all terms weigh the same."""
@@ -297,8 +308,10 @@ class LossScale:
             if clear:
                 self.weighed, doubt = clear, ""
         totals = self._totals()
-        if doubt or isinstance(totals, str):
-            yield self._open(doubt or str(totals))
+        if doubt:
+            yield self._open(doubt)
+        elif isinstance(totals, str):
+            yield self._open(totals)
         else:
             yield from self._of_totals(totals)
             yield from self._of_others()
@@ -433,7 +446,8 @@ class LossScale:
         if self._is_one(total) or len(lines) == 1:
             return total
         for line in lines:
-            part = weighed.total(kind, line) or 0.0
+            part = weighed.total(kind, line)
+            assert part is not None, "a part of a total that is known"
             if not weighed.is_named(kind):
                 part = abs(part)
             if not self._is_one(part):
@@ -463,7 +477,7 @@ class LossScale:
         example = f"weights sum to {wrong[min(wrong)]:.4g} in {len(wrong)} of {num_updates} updates"
         counts = {}
         for number in wrong:
-            counts[number] = micro_batches(self._mine[number], self._ratio) or 0
+            counts[number] = self._num_micro_batches(self._mine[number])
         doubt = self._doubt_of_parts(wrong)
         fault: Finding | None = None
         if not doubt and len(wrong) < num_updates:

@@ -327,8 +327,10 @@ class OptimizerAudit:
             )
             yield self._say("not judged", f"{text}: {names(sorted(found.unexplained))}")
         elif not found.gradients:
-            reasons = found.reasons or ["no gradient that the optimizer used was found"]
-            yield self._say("weights unknown", reasons[0])
+            reason = "no gradient that the optimizer used was found"
+            if found.reasons:
+                reason = found.reasons[0]
+            yield self._say("weights unknown", reason)
         self.gradients = found.gradients
         if self.gradients:
             yield from self._of_weights(bool(found.unexplained))
