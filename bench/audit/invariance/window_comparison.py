@@ -107,7 +107,9 @@ def _drawn_for(run: SplitRun, update: int) -> int | None:
         if micro_batch.batches != 1 or len(micro_batch.samples) != 1:
             return None
         drawn += len(micro_batch.samples[0].indices)
-    return drawn or None
+    if drawn == 0:
+        return None
+    return drawn
 
 
 def check_samples(first: SplitRun, other: SplitRun, bound: float) -> SamplesCheck:
@@ -198,7 +200,8 @@ def _compare_indices(first: SplitRun, other: SplitRun) -> SamplesCheck | None:
     are_shown, are_same = False, True
     for rank in ranks:
         mine, others = _indices(first.ranks[rank]), _indices(other.ranks[rank])
-        are_shown |= bool(mine and others)
+        if mine and others:
+            are_shown = True
         are_same &= _begin_alike(mine, others)
     if not are_shown:
         return None
