@@ -105,6 +105,8 @@ def findings(decoded: DecodedScenario) -> list[Finding]:
 
 def counters_text(values: Mapping[str, int]) -> str:
     """Counters with their values, in one line."""
+    if not values:
+        return "no counters"
     return ", ".join(f"{name} = {value}" for name, value in values.items())
 
 
@@ -115,7 +117,7 @@ def _outcome(decoded: DecodedScenario) -> Iterator[Finding]:
     if decoded.failure:
         yield _failure(decoded.failure, decoded, done)
     if decoded.stopped == "bound":
-        counters = counters_text(decoded.reported) or "no counters"
+        counters = counters_text(decoded.reported)
         updates = plural(len(decoded.updates), "update")
         limit = f"max_steps = {scenario.max_steps}"
         text = f"{limit} had not stopped training after {done} and {updates} ({counters})"

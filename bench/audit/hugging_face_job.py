@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.audit.job import of_scenario, trust_own_classes
+from bench.audit.job import limit_of_trainer, of_scenario, trust_own_classes
 from bench.audit.scenario import Fault, Reduction, Split
 from bench.backends.accelerate import FSDP2
 from bench.backends.deepspeed import ZeroBackend
@@ -45,7 +45,7 @@ class AuditedHuggingFace(HuggingFaceTrainer):
             found["deepspeed"]["gradient_accumulation_steps"] = n
         is_per_rank = scenario.reduction is Reduction.COUNTED_PER_RANK
         found["average_tokens_across_devices"] = not is_per_rank
-        found["max_steps"] = scenario.max_steps or -1  # the Trainer's word for no limit
+        found["max_steps"] = limit_of_trainer(scenario.max_steps)
         return found
 
     def batches(self, job: Job) -> Iterable[dict[str, Tensor]]:
@@ -72,7 +72,9 @@ class AuditedHuggingFace(HuggingFaceTrainer):
 
     def continue_training(self, job: Job) -> None:
         self.job = job = of_scenario(job)
-        epochs = job.scenario.epochs or 1
+        epochs = job.scenario.epochs
+        if epochs is None:  # max_steps overrides it
+            epochs = 1
         if job.resume:  # the Trainer skips the epochs that the checkpoint has seen
             self.trainer.args.num_train_epochs = epochs
             trust_own_classes(self)

@@ -294,8 +294,8 @@ class AuditedTrainer(LightningBackend):
             "limit_train_batches": scenario.limit_batches,
             "num_sanity_val_steps": 0,
             "callbacks": callbacks,
-            "max_epochs": scenario.epochs or -1,  # Lightning's word for no limit, here and below
-            "max_steps": scenario.max_steps or -1,
+            "max_epochs": limit_of_trainer(scenario.epochs),
+            "max_steps": limit_of_trainer(scenario.max_steps),
             "use_distributed_sampler": scenario.split is Split.FRAMEWORK,
         }
 
@@ -330,6 +330,13 @@ class AuditedTrainer(LightningBackend):
     def save(self, folder: Path, seen: int, accumulate: int) -> int:
         self.trainer.save_checkpoint(folder / CHECKPOINT)
         return 0  # what is skipped is up to the Trainer
+
+
+def limit_of_trainer(limit: int | None) -> int:
+    """A limit as Lightning's Trainer and Hugging Face's take it: -1 for none."""
+    if limit is None:
+        return -1
+    return limit
 
 
 def _count(counters: dict[str, int], epoch_ended: Callable[[], None]) -> Callback:

@@ -93,9 +93,9 @@ class Point:
     @property
     def epoch_name(self) -> str:
         """The kind of epoch in tables; NB if that is given."""
-        if self.micro_batches:
-            return f"NB = {self.micro_batches}"
-        return str(self.epoch)
+        if self.micro_batches is None:
+            return str(self.epoch)
+        return f"NB = {self.micro_batches}"
 
     @property
     def is_alone(self) -> bool:
@@ -105,14 +105,16 @@ class Point:
     @property
     def lengths(self) -> tuple[int, int]:
         """Micro-batches per epoch, and epochs."""
-        per_epoch = self.micro_batches or self.epoch.micro_batches(self.accumulate)
+        per_epoch = self.micro_batches
+        if per_epoch is None:
+            per_epoch = self.epoch.micro_batches(self.accumulate)
         updates_per_epoch = math.ceil(per_epoch / self.accumulate)
         # A rate's span must begin after an update, so that whole windows cover it.
         filled = math.ceil((self.window_size + self.accumulate) * updates_per_epoch / per_epoch) + 1
         logs = math.ceil(filled / self.log_every_n_steps) + WANTED_RATES - 1
         epochs = math.ceil(logs * self.log_every_n_steps / updates_per_epoch)
-        if self.micro_batches:
-            return per_epoch, self.num_epochs or epochs
-        if self.epoch is Epoch.WHOLE:
+        if self.num_epochs is not None:
+            return per_epoch, self.num_epochs
+        if self.micro_batches is None and self.epoch is Epoch.WHOLE:
             return per_epoch * epochs, 1
         return per_epoch, epochs

@@ -189,6 +189,13 @@ class Scenario(TrainingPlan):
             raise MisfitError("at", f" is {self.at}; it must be less than the training's {every}")
 
     @property
+    def heading(self) -> str:
+        """Its title; its name where it has none."""
+        if not self.title:
+            return self.name
+        return self.title
+
+    @property
     def setting(self) -> str:
         """The numbers of the training in words, and what happens in it."""
         return ", ".join([*self._numbers(), *self._options()])

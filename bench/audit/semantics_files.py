@@ -210,8 +210,10 @@ def _samples(ranges: Mapping[str, float]) -> dict[str, float]:
     """The inverse of ``_ranges``."""
     found: dict[str, float] = {}
     for text, value in ranges.items():
-        first, _, last = text.partition("-")
-        for sample in range(int(first), int(last or first) + 1):
+        first, dash, last = text.partition("-")
+        if not dash:
+            last = first
+        for sample in range(int(first), int(last) + 1):
             found[str(sample)] = value
     return found
 
@@ -226,7 +228,10 @@ def write_pictures(
     footer = ", ".join(f"{name} {value}" for name, value in facts.items())
     by_scenario = grouped((seen["scenario"]["name"], seen) for seen in observations)
     stems = [plots / f"weights-{name}" for name in by_scenario]
-    processes = min(os.cpu_count() or 1, MOST_PROCESSES)
+    processes = os.cpu_count()
+    if processes is None:
+        processes = 1
+    processes = min(processes, MOST_PROCESSES)
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         drawn = pool.map(_draw, by_scenario.values(), stems, repeat(footer))
         return {name: path for name, path in zip(by_scenario, drawn, strict=True) if path}

@@ -276,11 +276,18 @@ def _count(
         while done != epochs and (limit is None or found.counter < limit):
             found.epoch(limit)
             done += 1
-    shown = pattern[: epochs or max(1, ceil(found.consumed, found.per_epoch))]
-    found.pattern = shown
-    if len(set(shown)) == 1:
-        found.pattern = shown[:1]
+    num_epochs = epochs
+    if num_epochs is None:
+        num_epochs = max(1, ceil(found.consumed, found.per_epoch))
+    found.pattern = _shortened(pattern[:num_epochs])
     return found
+
+
+def _shortened(pattern: list[int]) -> list[int]:
+    """One number where all are the same."""
+    if len(set(pattern)) == 1:
+        return pattern[:1]
+    return pattern
 
 
 def _is_known(training: TrainingPlan, rule: StepRule) -> bool:
@@ -330,7 +337,8 @@ def calculate(training: TrainingPlan, rule: StepRule) -> Steps | None:
     if rule.deals and training.drop_last:
         training = dataclasses.replace(training, samples=_dealt(training))
     if rule.whole_windows and training.max_steps is None:
-        most = max(training.full_windows, 1) * (training.epochs or 0)
+        assert training.epochs is not None, "without max_steps only epochs end a training"
+        most = max(training.full_windows, 1) * training.epochs
         training = dataclasses.replace(training, epochs=None, max_steps=most)
     by_updates, limit = rule.stepping is not Stepping.SPLIT, training.max_steps
     parts: list[_Count] = []

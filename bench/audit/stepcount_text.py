@@ -184,7 +184,10 @@ def table_row(rule: StepRule, steps: Steps | None) -> tuple[str, ...]:
     updates = str(steps.optimizer_steps)
     if steps.stops == "never":
         updates += "+"
-    scales = [f"{scale:.4g}" for scale in steps.update_scales] or ["-"]
+    scales = [f"{scale:.4g}" for scale in steps.update_scales]
+    extremes = "-"
+    if scales:
+        extremes = "-".join(dict.fromkeys((scales[-1], scales[0])))
     return (
         rule_name(rule),
         updates,
@@ -192,7 +195,7 @@ def table_row(rule: StepRule, steps: Steps | None) -> tuple[str, ...]:
         str(steps.micro_batches_consumed),
         f"{steps.epochs_consumed:.4g}",
         str(steps.stops),
-        "-".join(dict.fromkeys((scales[-1], scales[0]))),
+        extremes,
         *map(
             str,
             (
@@ -364,8 +367,9 @@ def _about_loader(training: TrainingPlan, rule: StepRule, steps: Steps) -> list[
     """What Hugging Face's Trainer makes of the epochs and of drop_last."""
     sentences = []
     if rule.whole_windows and training.partial_window and training.max_steps is None:
+        assert training.epochs is not None, "without max_steps only epochs end a training"
         each = max(training.full_windows, 1)
-        whole = training.micro_batches_per_epoch * (training.epochs or 0)
+        whole = training.micro_batches_per_epoch * training.epochs
         left = plural(whole - steps.micro_batches_consumed, "micro-batch")
         sentences.append(
             f"transformers up to 4.51.3 ends after max(NB // N, 1) = {each} updates per epoch, "

@@ -208,11 +208,10 @@ def weight_figure(
     every = distinct_maps(observations)
     if not every:
         return None
-    maps, scenario = every[:MAX_MAPS], every[0].first["scenario"]
-    setting = f"{scenario['name']}: {Scenario.from_dict(scenario).setting}"
-    title = scenario["title"] or scenario["name"]
-    words = FigureWords(title, setting, footer, _notes(observations, every[MAX_MAPS:]))
-    updates, epochs = _drawn_extent(maps, scenario["samples"])
+    maps, scenario = every[:MAX_MAPS], Scenario.from_dict(every[0].first["scenario"])
+    setting = f"{scenario.name}: {scenario.setting}"
+    words = FigureWords(scenario.heading, setting, footer, _notes(observations, every[MAX_MAPS:]))
+    updates, epochs = _drawn_extent(maps, scenario.samples)
     with matplotlib.style.context(list(style.BASE)):
         height = _total_height(maps, updates, epochs) + BAR
         figure = new_figure(words, _legend_keys(maps, epochs), height)
@@ -220,7 +219,7 @@ def weight_figure(
         every_axes = figure.subplots(len(maps), squeeze=False, height_ratios=rows)[:, 0]
         for axes, found in zip(every_axes, maps, strict=True):
             _draw(axes, found, updates, epochs)
-        _number_samples(every_axes[-1], scenario["samples"], epochs)
+        _number_samples(every_axes[-1], scenario.samples, epochs)
         bar = figure.colorbar(
             ScalarMappable(SCALE, COLOURS),
             ax=every_axes,

@@ -84,8 +84,10 @@ def evidence(audit: TrainingAudit) -> dict[str, str]:
 
 def wrappers(facts: Mapping[str, str]) -> str:
     """Wrappers and engines, with what each was asked for."""
+    if not facts:
+        return "none"
     shown = [f"{name} {fact}".strip() for name, fact in facts.items()]
-    return ", ".join(shown) or "none"
+    return ", ".join(shown)
 
 
 def _weights(audit: TrainingAudit, optimizer: OptimizerAudit) -> dict[str, str]:
@@ -103,7 +105,9 @@ def _weights(audit: TrainingAudit, optimizer: OptimizerAudit) -> dict[str, str]:
             shown[f"rank {rank}"] = f"weights in {place}: {numbers}"
     residual = largest_residual(optimizer.gradients)
     shown["residual"] = f"{residual:.0e} of the gradients is not explained by weights"
-    shown["held in"] = ", ".join(sorted(optimizer.held)) or "unknown"
+    shown["held in"] = "unknown"
+    if optimizer.held:
+        shown["held in"] = ", ".join(sorted(optimizer.held))
     return shown
 
 

@@ -25,7 +25,9 @@ def records_folder(asked: str) -> TemporaryDirectory[str]:
     try:
         return TemporaryDirectory(prefix=f"bench-{asked}-")
     except OSError as error:
-        place = tempfile.tempdir or "TMPDIR"
+        place = tempfile.tempdir
+        if place is None:
+            place = "TMPDIR"
         text = f"{asked}: no folder for records in {place} (TMPDIR): {error.strerror}"
         raise InputError(text) from error
 
@@ -117,7 +119,8 @@ def _read_rank(path: Path) -> RecordedRank | None:
         except ValueError:
             is_cut = True
             continue
-        rank = line.rank or rank
+        if line.rank is not None:
+            rank = line.rank
         for event in (line.backward, line.clipping, line.step, line.end):
             if event is not None:
                 events.append(event)

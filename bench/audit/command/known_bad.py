@@ -54,9 +54,8 @@ def _facts(rank: RecordedRank) -> TrainingFacts:
     if loop == "transformers" and "trl" in rank.versions:
         loop = "trl"
     asked = None
-    for step in rank.steps:
-        if loop != "torch":
-            asked = max(step.asked, asked or 1)
+    if loop != "torch":
+        asked = max((step.asked for step in rank.steps), default=None)
     return facts_of(
         configs,
         framework=loop,

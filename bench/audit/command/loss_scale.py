@@ -57,7 +57,9 @@ def described(criterion: RecordedCriterion | None) -> str:
     """A criterion and the factor that it receives."""
     if criterion is None or criterion.seed is None:
         return "no criterion found"
-    reduction = criterion.reduction or "unknown reduction"
+    reduction = criterion.reduction
+    if reduction is None:
+        reduction = "unknown reduction"
     return f"{criterion.node} ({reduction}) receives {criterion.seed:.4g}"
 
 
@@ -136,8 +138,6 @@ class WeighedUpdate:
     """The losses in one gradient."""
 
     gradient: ExplainedGradient
-    count: int | None
-    """Micro-batches of a rank; None if that is not visible."""
     losses: list[LossWeight]
 
     @property
@@ -150,7 +150,9 @@ class WeighedUpdate:
                 named[loss.kind] = None
             elif loss.criterion.reduction == "mean":
                 means[loss.kind] = None
-        return list(named or means)
+        if named:
+            return list(named)
+        return list(means)
 
     def is_named(self, kind: Kind) -> bool:
         """Whether it is a loss function of torch, and not any mean."""
@@ -276,13 +278,20 @@ class LossScale:
         self._ratio = batches_per_backward(self._mine)
         known = []
         for update in self._mine:
-            count = micro_batches(update, self._ratio)
+            count = self._num_micro_batches(update)
             if count:
                 known.append(count)
         self.usual = 0
         """Micro-batches of most updates; 0 if that is not visible."""
         if known:
             self.usual = mode(sorted(known))
+
+    def _num_micro_batches(self, update: AuditedUpdate) -> int:
+        """Those of an update; 0 if that is not visible."""
+        count = micro_batches(update, self._ratio)
+        if count is None:
+            return 0
+        return count
 
     def findings(self) -> Iterator[Finding]:
         """What the weights sum to, and whether all terms weigh the same."""
@@ -299,8 +308,10 @@ class LossScale:
             if clear:
                 self.weighed, doubt = clear, ""
         totals = self._totals()
-        if doubt or isinstance(totals, str):
-            yield self._open(doubt or str(totals))
+        if doubt:
+            yield self._open(doubt)
+        elif isinstance(totals, str):
+            yield self._open(totals)
         else:
             yield from self._of_totals(totals)
             yield from self._of_others()
@@ -329,8 +340,7 @@ class LossScale:
         for found in gradient.weights:
             if found.is_present:
                 losses += _loss_weights(found, self._backward_of(gradient, found))
-        update = self.updates[gradient.gradient_of[0]][gradient.update]
-        return WeighedUpdate(gradient, micro_batches(update, self._ratio), losses)
+        return WeighedUpdate(gradient, losses)
 
     # Why backwards of an update may be parts of a loss instead of micro-batches
 
@@ -436,7 +446,8 @@ class LossScale:
         if self._is_one(total) or len(lines) == 1:
             return total
         for line in lines:
-            part = weighed.total(kind, line) or 0.0
+            part = weighed.total(kind, line)
+            assert part is not None, "a part of a total that is known"
             if not weighed.is_named(kind):
                 part = abs(part)
             if not self._is_one(part):
@@ -466,7 +477,7 @@ class LossScale:
         example = f"weights sum to {wrong[min(wrong)]:.4g} in {len(wrong)} of {num_updates} updates"
         counts = {}
         for number in wrong:
-            counts[number] = micro_batches(self._mine[number], self._ratio) or 0
+            counts[number] = self._num_micro_batches(self._mine[number])
         doubt = self._doubt_of_parts(wrong)
         fault: Finding | None = None
         if not doubt and len(wrong) < num_updates:
@@ -612,7 +623,7 @@ class LossScale:
         gradient = self.weighed[0].gradient
         for found in gradient.weights:
             for criterion in self._backward_of(gradient, found).injected:
-                total = (criterion.seed or 0.0) * found.weight * len(gradient.weights)
+                total = criterion.factor * found.weight * len(gradient.weights)
                 sums.setdefault(f"{criterion.node} (injected by a function)", []).append(total)
         parts = []
         is_right = not self._beside
@@ -762,5 +773,5 @@ def _sum_of_other(weighed: WeighedUpdate, kind: Kind) -> float:
         return total
     factors = 0.0
     for loss in weighed.of_kind(kind):
-        factors += loss.criterion.seed or 0.0
+        factors += loss.criterion.factor
     return factors * weighed.gradient.level

@@ -327,8 +327,10 @@ class OptimizerAudit:
             )
             yield self._say("not judged", f"{text}: {names(sorted(found.unexplained))}")
         elif not found.gradients:
-            reasons = found.reasons or ["no gradient that the optimizer used was found"]
-            yield self._say("weights unknown", reasons[0])
+            reason = "no gradient that the optimizer used was found"
+            if found.reasons:
+                reason = found.reasons[0]
+            yield self._say("weights unknown", reason)
         self.gradients = found.gradients
         if self.gradients:
             yield from self._of_weights(bool(found.unexplained))
@@ -657,7 +659,7 @@ class OptimizerAudit:
         factors = set()
         for backward in backwards:
             for criterion in backward.criteria[:1]:
-                factors.add(round(criterion.seed or 0.0, 12))
+                factors.add(round(criterion.factor, 12))
         return len(set(map(kind, backwards))) == 1 and len(factors) <= 1
 
 

@@ -73,8 +73,10 @@ def parse_line(line: str) -> RecordedLine:
 
 
 def _apart(sizes: Sequence[int | None], joined: str | None) -> list[Vector | None]:
-    """The values of each leaf."""
-    values = _vector(joined or "")
+    """The values of each leaf; ``joined`` is None if no leaf has any."""
+    if joined is None:
+        return [None] * len(sizes)
+    values = _vector(joined)
     samples: list[Vector | None] = []
     start = 0
     for size in sizes:

@@ -261,7 +261,9 @@ class TrainingAudit:
             ratio = batches_per_backward(optimizer.mine)
             for update in optimizer.mine:
                 count = micro_batches(update, ratio)
-                wanted = self.expect or update.step.asked
+                wanted = update.step.asked
+                if self.expect is not None:
+                    wanted = self.expect
                 if wanted <= 1:
                     continue
                 if count is None or wanted in (count, update.count):
@@ -319,7 +321,9 @@ class TrainingAudit:
         ratio = batches_per_backward(optimizer.mine)
         if any(micro_batches(update, ratio) != update.count for update in optimizer.mine):
             return
-        num_updates = self.num_updates(optimizer.number) or 0
+        num_updates = self.num_updates(optimizer.number)
+        if num_updates is None:
+            return
         for schedule in end.schedules:
             is_of_batches = abs(schedule.length - end.all_backwards) <= 1
             is_of_updates = abs(schedule.position - num_updates) <= 1

@@ -71,7 +71,9 @@ def _alike(comparison: SplitComparison) -> str:
     for likeness in Likeness:
         if counts[likeness]:
             parts.append(f"{counts[likeness]:,} {likeness}")
-    text = f"{', '.join(parts) or 'no tensors'} in {plural(comparison.updates, 'update')}"
+    if not parts:
+        parts.append("no tensors")
+    text = f"{', '.join(parts)} in {plural(comparison.updates, 'update')}"
     if comparison.likeness is Likeness.ROUNDED:
         text += f"; gradients of update 1 differ by at most {comparison.largest():.1g}"
     return text

@@ -205,7 +205,7 @@ class InvarianceVerdict:
         if ours.batch is not None and theirs.batch is not None and num_first and num_other:
             first_size, other_size = counts.first / num_first, counts.other / num_other
             is_cut = math.isclose(other_size * ours.batch, first_size * theirs.batch)
-            wanted = num_first * (theirs.accumulate or 1) / (ours.accumulate or 1)
+            wanted = num_first * ours.batch / theirs.batch
             if is_cut and num_other != wanted:
                 reach = f"{num_other} of {wanted:g} micro-batches reach it"
                 return error("micro-batches", f"{text}: {reach}")
@@ -476,19 +476,26 @@ def _drifts(name: str, update: int, first: RankState, other: RankState) -> bool:
 
 def _obstacle(run: SplitRun) -> str:
     """Why a run cannot be compared with any; empty if it can."""
-    if run.nothing or not run.ranks:
-        return run.nothing or "no process could write its record: is TMPDIR full?"
-    for rank in run.ranks.values():
-        if rank.finish is not None and rank.finish.failure:
-            return rank.finish.failure
-        if rank.trainer.obstacles:
-            return rank.trainer.obstacles[0]
+    if run.nothing:
+        return run.nothing
+    if not run.ranks:
+        return "no process could write its record: is TMPDIR full?"
+    for obstacle in _obstacles_of_ranks(run):
+        return obstacle
     world = next(iter(run.ranks.values())).trainer.world
     if len(run.ranks) < world:
         return f"only {len(run.ranks)} of {world} ranks made an update"
     if not run.updates:
         return "no optimizer of torch made an update"
     return ""
+
+
+def _obstacles_of_ranks(run: SplitRun) -> Iterator[str]:
+    """What the recorders say of themselves and of the training."""
+    for rank in run.ranks.values():
+        if rank.finish is not None and rank.finish.failure:
+            yield rank.finish.failure
+        yield from rank.trainer.obstacles
 
 
 def _start_differs(first: SplitRun, other: SplitRun) -> str:

@@ -29,7 +29,10 @@ class Variation(NamedTuple):
 
     def label(self) -> str:
         if self.accumulate is None:
-            return self.text.strip() or "no option"
+            text = self.text.strip()
+            if not text:
+                return "no option"
+            return text
         if self.batch is None:
             return f"N={self.accumulate}"
         return f"N={self.accumulate} B={self.batch}"

@@ -184,7 +184,7 @@ class SplitComparison:
             if tensor.is_bitwise(other[name]):
                 yield pair
             elif kind in (PARAMETER, COPY):
-                gradient = gradients.get(name) or gradients.get(f"{name} (part)")
+                gradient = gradients.get(name, gradients.get(f"{name} (part)"))
                 yield self._of_change(pair, allowed, gradient)
             else:
                 yield _of_value(pair, tensor, other[name], allowed, scales.of(name))
@@ -200,7 +200,7 @@ class SplitComparison:
         difference = _norm(change.other - change.first, change.size)
         relative = _share(difference, size)
         stored = bounds.STORED * bounds.unit([first.dtype]) * max(first.norm, other.norm)
-        of_storing = bounds.STORED * stored / (size or 1)
+        of_storing = _share(bounds.STORED * stored, size)
         factor = _factor(change.first, change.other, change.size, max(allowed, of_storing))
         tolerance = max(bounds.STEP, allowed)
         clear = None

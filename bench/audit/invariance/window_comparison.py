@@ -107,7 +107,9 @@ def _drawn_for(run: SplitRun, update: int) -> int | None:
         if micro_batch.batches != 1 or len(micro_batch.samples) != 1:
             return None
         drawn += len(micro_batch.samples[0].indices)
-    return drawn or None
+    if drawn == 0:
+        return None
+    return drawn
 
 
 def check_samples(first: SplitRun, other: SplitRun, bound: float) -> SamplesCheck:
@@ -198,7 +200,8 @@ def _compare_indices(first: SplitRun, other: SplitRun) -> SamplesCheck | None:
     are_shown, are_same = False, True
     for rank in ranks:
         mine, others = _indices(first.ranks[rank]), _indices(other.ranks[rank])
-        are_shown |= bool(mine and others)
+        if mine and others:
+            are_shown = True
         are_same &= _begin_alike(mine, others)
     if not are_shown:
         return None
@@ -278,9 +281,9 @@ def _compare_losses(first: SplitRun, other: SplitRun, bound: float) -> SamplesCh
     unknown = SamplesCheck(Samples.UNKNOWN, "no loader and no input shows which samples they are")
     if mine is None or others is None:
         return unknown
-    if abs(others - mine) > bound * max(abs(mine), abs(others)):
-        return unknown
-    return SamplesCheck(Samples.SAME, "the loss of update 1 is the same")
+    if abs(others - mine) <= bound * max(abs(mine), abs(others)):
+        return SamplesCheck(Samples.SAME, "the loss of update 1 is the same")
+    return unknown  # also where a loss is NaN
 
 
 def _loss(run: SplitRun) -> float | None:
@@ -293,7 +296,9 @@ def _loss(run: SplitRun) -> float | None:
         criterion = main_criterion(micro_batch)
         if criterion is None or not criterion.seed or micro_batch.loss is None:
             return None
-        terms = float(criterion.terms or 1)
+        terms = criterion.terms
+        if terms is None:  # micro-batches count alike
+            terms = 1.0
         value = micro_batch.loss / criterion.seed
         if criterion.reduction != "sum":
             value *= terms
@@ -328,7 +333,7 @@ def _uneven_terms(micro_batches: Iterable[RecordedMicroBatch]) -> Terms | None:
         if criterion is None or not criterion.terms:
             return None
         terms.append(int(criterion.terms))
-        factors.append(_factor_of_term(criterion))
+        factors.append(_factor_of_term(criterion, criterion.terms))
     if len(terms) < 2:
         return None
     if max(terms) > EVEN * min(terms) and max(factors) > EVEN * min(factors) > 0:
@@ -336,8 +341,9 @@ def _uneven_terms(micro_batches: Iterable[RecordedMicroBatch]) -> Terms | None:
     return None
 
 
-def _factor_of_term(criterion: Criterion[float]) -> float:
-    seed = abs(float(criterion.seed or 0.0))
+def _factor_of_term(criterion: Criterion[float], terms: float) -> float:
+    """What the loss of a micro-batch multiplies each of so many terms by."""
+    factor = abs(criterion.factor)
     if criterion.reduction == "sum":
-        return seed
-    return seed / float(criterion.terms or 1)
+        return factor
+    return factor / terms

@@ -90,7 +90,10 @@ def are_shapes_shown() -> bool:
 
 def has_scalar_output(node: Node) -> bool:
     """Whether one is seen among its outputs."""
-    return any(math.prod(output.shape) == 1 for output in _outputs(node) or ())
+    outputs = _outputs(node)
+    if outputs is None:
+        return False
+    return any(math.prod(output.shape) == 1 for output in outputs)
 
 
 def inner_scalars(node: Node) -> list[Node]:

@@ -111,13 +111,15 @@ class FoundObjects:
         """Parameters and buffers that are not trained, by shape."""
         self._names = self._parameter_names()
 
-    def name_of(self, leaf: Tensor) -> str:
-        """What the model calls a parameter; empty if no module has it."""
-        sharded = self.sharded.get(id(leaf))
+    def name_of(self, tensor: Tensor, otherwise: str = "") -> str:
+        """What the model calls a parameter or a buffer; ``otherwise`` if no module has it."""
+        sharded = self.sharded.get(id(tensor))
         if sharded is None:
-            return self._names.get(id(leaf), "")
-        name = getattr(sharded, "_param_fqn", "")
-        return name or self._names.get(id(sharded.sharded_param), "")
+            return self._names.get(id(tensor), otherwise)
+        name: str | None = getattr(sharded, "_param_fqn", None)
+        if name is None:
+            return self._names.get(id(sharded.sharded_param), otherwise)
+        return name
 
     def facts(self) -> dict[str, str]:
         """What each that is set up was asked for."""

@@ -100,16 +100,21 @@ class GraphSurvey:
         if view is not None and name != INDICES:
             viewed = shape_of(view)
             if viewed is None:  # one row or more
-                self.sequences = self.sequences or 1
+                self._see_sequences(1)
                 return
             shape = viewed
         if name == CONVOLVED and shape:
-            self.sequences = max(shape[0], self.sequences or 0)
+            self._see_sequences(shape[0])
         elif len(shape) == 3 or (name == INDICES and len(shape) == 2):
             # Some put the place first.
-            self.sequences = max(min(shape[:2]), self.sequences or 0)
+            self._see_sequences(min(shape[:2]))
         elif self.first_axis is None:
             self.first_axis = (*shape, 1)[0]
+
+    def _see_sequences(self, count: int) -> None:
+        """An input has so many."""
+        if self.sequences is None or count > self.sequences:
+            self.sequences = count
 
 
 _KINDS: dict[type, NodeKind] = {}
@@ -126,7 +131,9 @@ def survey(roots: Sequence[Tensor]) -> GraphSurvey:
         seen.add(node)
         if len(seen) > MOST_NODES:
             break
-        kind = _KINDS.get(type(node)) or _learn_kind(node)
+        kind = _KINDS.get(type(node))
+        if kind is None:
+            kind = _learn_kind(node)
         if kind.is_leaf:
             found.leaves.append(node.variable)  # type: ignore[attr-defined]
             continue

@@ -56,7 +56,7 @@ class LeafProbe:
 
     def __init__(self, leaf: Tensor, number: int, coordinates: int, objects: FoundObjects) -> None:
         self.leaf, self.number = leaf, number
-        self.name = objects.name_of(leaf) or f"parameter {number + 1}"
+        self.name = objects.name_of(leaf, f"parameter {number + 1}")
         local = plain(leaf)
         self.part = _part(leaf)
         # ZeRO-3 leaves no elements between uses.
@@ -161,8 +161,10 @@ def _part(leaf: Tensor) -> str:
     if not hasattr(leaf, "_local_tensor"):
         return ""
     mesh, placements = leaf.device_mesh, leaf.placements  # type: ignore[attr-defined]
+    coordinates = mesh.get_coordinate()
+    if coordinates is None:  # the mesh is of other ranks
+        return ""
     parts = []
-    coordinates = mesh.get_coordinate() or []
     for placement, coordinate in zip(placements, coordinates):  # noqa: B905 - older Pythons
         if not placement.is_replicate():
             parts.append(f"{placement}@{coordinate}")

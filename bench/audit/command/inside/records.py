@@ -42,6 +42,13 @@ class Criterion(Generic[NumberT]):
     in_batch: NumberT | bool = False
     """Whether the right class of row i is i: rows of a batch are contrasted with each other."""
 
+    @property
+    def factor(self) -> NumberT | float:
+        """The seed; 0 where backward has given it no gradient."""
+        if self.seed is None:
+            return 0.0
+        return self.seed
+
 
 @dataclass
 class HookedGradient(Generic[ValuesT]):

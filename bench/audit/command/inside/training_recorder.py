@@ -348,8 +348,10 @@ class TrainingRecorder:
         if not self.active or self._rank is None:
             self._write()
             return
+        if self.sampling:
+            self._ends = self._held()
         values: list[Tensor | None] = []
-        for held, places in self._ends or self._held():
+        for held, places in self._ends:
             tensor = held()
             if tensor is None or places is None or not tensor.untyped_storage().size():
                 values.append(None)
@@ -385,7 +387,9 @@ class TrainingRecorder:
     def _reach(self, found: GraphSurvey) -> None:
         """Probe leaves that no backward has reached before, in the same order on all ranks."""
         new = [leaf for leaf in found.leaves if id(leaf) not in self._reached]
-        rank = self._rank or self._start()
+        rank = self._rank
+        if rank is None:
+            rank = self._start()
         if not new:
             return
         if self._num_scans < MOST_SCANS:

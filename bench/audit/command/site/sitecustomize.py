@@ -61,7 +61,7 @@ if "BENCH_AUDIT_FOLDER" in os.environ:
     except OSError as error:
         folder = os.environ["BENCH_AUDIT_FOLDER"]
         print(f"audit: cannot record in {folder} (TMPDIR): {error.strerror}", file=sys.stderr)
-others = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]
+others = [entry for entry in sys.path if Path(entry).resolve() != HERE]
 hidden = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
 if hidden is not None and hidden.loader is not None:
     sys.modules["sitecustomize"] = importlib.util.module_from_spec(hidden)

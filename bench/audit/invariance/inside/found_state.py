@@ -73,7 +73,10 @@ class FoundState:
 
     def name_of(self, parameter: Tensor) -> str:
         """What the model calls it; empty if no module has it."""
-        return self._names.get(id(parameter)) or self.objects.name_of(parameter)
+        name = self._names.get(id(parameter))
+        if name is None:
+            return self.objects.name_of(parameter)
+        return name
 
     def model_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Those that ZeRO trains by way of its flat tensors.
@@ -89,7 +92,7 @@ class FoundState:
             if any(map(self._is_trained, root.parameters())):
                 for name, buffer in root.named_buffers():
                     if isinstance(buffer, Tensor):
-                        yield self.objects.name_of(buffer) or name, buffer
+                        yield self.objects.name_of(buffer, name), buffer
 
     def copies(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors that are shaped as trained parameters, and are not trained.
@@ -103,7 +106,7 @@ class FoundState:
                 is_new = id(parameter) not in seen and not self._is_trained(parameter)
                 if is_new and parameter.grad is None and tuple(parameter.shape) in shapes:
                     seen.add(id(parameter))
-                    yield self.objects.name_of(parameter) or name, parameter
+                    yield self.objects.name_of(parameter, name), parameter
         for owner, container in self._copied:
             items: Sequence[tuple[object, object]]
             if isinstance(container, dict):

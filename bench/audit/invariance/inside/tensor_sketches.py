@@ -79,7 +79,7 @@ def is_readable(tensor: Tensor) -> bool:
         return bool(tensor._nnz())
     if tensor.device.type == "meta":
         return False
-    return bool(tensor.numel() and tensor.untyped_storage().size())
+    return tensor.numel() > 0 and tensor.untyped_storage().size() > 0
 
 
 def sketch(tensor: Tensor) -> LiveSketch:

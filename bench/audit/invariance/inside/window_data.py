@@ -113,7 +113,7 @@ def _depends_on_data(node: Node | None) -> bool:
 def _probability(node: Node) -> float:
     """Of a dropout inside of attention."""
     try:
-        return float(getattr(node, "_saved_dropout_p", 0.0) or 0.0)
+        return float(getattr(node, "_saved_dropout_p", 0.0))
     except (RuntimeError, TypeError):
         return 0.0
 
