@@ -149,11 +149,10 @@ class ChosenPairs:
 def run(arguments: argparse.Namespace) -> int:
     from bench.judge import pairs as judge_pairs
     from bench.judge.as_benched import notes_between
-    from bench.judge.statistics import MARGIN
     from bench.report import comparison
 
     limits: dict[str, float] = arguments.fail_on
-    margin = arguments.margin or MARGIN
+    margin = _chosen_margin(arguments)
     if arguments.allow_unchecked and not limits:
         raise InputError(
             "--allow-unchecked: is for a gate; give --fail-on too, such as --fail-on slower=5%"
@@ -219,6 +218,16 @@ def run(arguments: argparse.Namespace) -> int:
     if gate is None:
         return GOOD
     return STATUSES[gate]
+
+
+def _chosen_margin(arguments: argparse.Namespace) -> float:
+    """How near to 1 a ratio is called the same: as ``--margin`` says, or as reports have it."""
+    from bench.judge.statistics import MARGIN
+
+    margin: float | None = arguments.margin
+    if margin is None:
+        return MARGIN
+    return margin
 
 
 def _measured(chosen: ChosenPairs, place: str) -> tuple[list[Pair], list[Pair]]:
