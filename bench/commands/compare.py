@@ -359,8 +359,11 @@ def _commits_of_run(arguments: argparse.Namespace) -> ChosenPairs:
             f"{arguments.runs[0]}: is one run; name a second one, or two of its backends with "
             "--backend and --against"
         )
-    now = pool.first.manifest.git.commit or "the running code"
-    names = (f"commit {pairs[0].a.other_commit}", f"commit {now[:12]}")
+    now = "the running code"
+    commit = pool.first.manifest.git.commit
+    if commit:
+        now = f"commit {commit[:12]}"
+    names = (f"commit {pairs[0].a.other_commit}", now)
     return ChosenPairs(a=pool, b=pool, pairs=pairs, names=names)
 
 
