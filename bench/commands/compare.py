@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -61,8 +60,6 @@ WORDS = {
 """Of each end of a gate."""
 STATUSES = {"passed": GOOD, "regressed": BAD, "unchecked": UNCHECKED}
 """The exit status of each."""
-OF_A_BOOT = 0.001
-"""Relative difference of the memory that is left on equal machines after the kernel started."""
 
 
 def add(commands: CommandParsers) -> None:
@@ -268,17 +265,7 @@ def _differences(chosen: ChosenPairs) -> Sequence[Changed]:
     if chosen.a is chosen.b:
         return []
     a, b = chosen.a.first.manifest.node, chosen.b.first.manifest.node
-    found = differences(a.fingerprint, b.fingerprint)
-    return [changed for changed in found if not _is_of_the_boot(changed)]
-
-
-def _is_of_the_boot(changed: Changed) -> bool:
-    """Whether memory differs by what the kernel kept for itself when it started."""
-    if changed.key != "machine.memory_bytes":
-        return False
-    if not isinstance(changed.a, int) or not isinstance(changed.b, int):
-        return False
-    return math.isclose(changed.a, changed.b, rel_tol=OF_A_BOOT)
+    return differences(a.fingerprint, b.fingerprint)
 
 
 def _remarks(chosen: ChosenPairs, rows: Sequence[ComparedPair]) -> list[str]:
