@@ -211,8 +211,14 @@ def writing(place: str, advice: str = "name a folder that can") -> Iterator[None
     try:
         yield
     except OSError as error:
-        reason = error.strerror or error
-        raise InputError(f"{place}: cannot be written ({reason}); {advice}") from error
+        raise InputError(f"{place}: cannot be written ({reason_of(error)}); {advice}") from error
+
+
+def reason_of(error: OSError) -> str:
+    """What the system says of it, without the path; the error's own words if that is nothing."""
+    if error.strerror:
+        return error.strerror
+    return str(error)
 
 
 @contextlib.contextmanager

@@ -120,7 +120,9 @@ def _known_instead(key: str, known: Sequence[str]) -> str:
     if not table:
         return suggest(key, tables)
     beside = [name for name in known if name.rpartition(".")[0] == table]
-    return suggest(key, beside or tables)
+    if not beside:
+        return suggest(key, tables)
+    return suggest(key, beside)
 
 
 def _urgency(error: ErrorDetails) -> int:

@@ -6,10 +6,14 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bench.commands.options import LARGEST, CommandParsers, integer_to
 from bench.errors import BAD, GOOD, UNCHECKED, InputError
 from bench.findings import Level
+
+if TYPE_CHECKING:
+    from bench.audit.command.training_audit import TrainingAudit
 
 
 def add(commands: CommandParsers) -> None:
@@ -70,9 +74,12 @@ def run(arguments: argparse.Namespace) -> int:
     if status:
         print(f"audit: the command ended with exit status {status}", file=sys.stderr)
     if nothing or not ranks:
-        why = nothing or "no process could write its record: is TMPDIR full?"
-        print(f"audit: nothing seen: {why}", file=sys.stderr)
-        return status or UNCHECKED
+        if not nothing:
+            nothing = "no process could write its record: is TMPDIR full?"
+        print(f"audit: nothing seen: {nothing}", file=sys.stderr)
+        if status:
+            return status
+        return UNCHECKED
     audit = TrainingAudit(ranks, arguments.expect)
     if arguments.json:
         print(json.dumps(document(audit, status)))
@@ -80,6 +87,11 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(screen(audit)))
     if status:
         return status
+    return _status(audit)
+
+
+def _status(audit: TrainingAudit) -> int:
+    """The exit status by what was found, for a command that has not failed itself."""
     if any(found.level is Level.ERROR for found in audit.findings):
         return BAD
     if audit.is_judged:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from bench.backends.base import built_in, installed_backends, registry
+from bench.backends.base import Backend, built_in, installed_backends, registry
 from bench.commands.options import CommandParsers
 from bench.errors import GOOD, InputError, suggest
 from bench.plan.cell import Device
@@ -29,17 +29,20 @@ def run(arguments: argparse.Namespace) -> int:
     header = ("backend", "framework", "sharding", "sync", "cpu", "cuda", "known defect")
     rows: list[tuple[str, ...]] = []
     has_gpu = bool(gpus.gpus())
-    known, others = registry(arguments.names or built_in()), installed_backends()
+    wanted = arguments.names
+    if not wanted:
+        wanted = list(built_in())
+    known, others = registry(wanted), installed_backends()
     for name in arguments.names:
         if name not in known:
             raise InputError(f"'{name}' is unknown; {suggest(name, [*known, *others])}")
     for name, backend in known.items():
         if arguments.names and name not in arguments.names:
             continue
-        cpu = backend.missing(Device.CPU) or "yes"
+        cpu = _can_run(backend, Device.CPU)
         cuda = "no GPU here"
         if has_gpu:
-            cuda = backend.missing(Device.CUDA) or "yes"
+            cuda = _can_run(backend, Device.CUDA)
         sharding, sync = str(backend.sharding), str(backend.sync)
         rows.append((name, backend.framework, sharding, sync, cpu, cuda, backend.defect))
     if not arguments.names:
@@ -50,3 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
             rows.append((name, what, "", "", "", "", ""))
     print(Table.from_rows(header, rows).text())
     return GOOD
+
+
+def _can_run(backend: type[Backend], device: Device) -> str:
+    """``yes`` if this machine can run the backend on such a device, else what it lacks."""
+    lack = backend.missing(device)
+    if lack:
+        return lack
+    return "yes"

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -61,8 +60,6 @@ WORDS = {
 """Of each end of a gate."""
 STATUSES = {"passed": GOOD, "regressed": BAD, "unchecked": UNCHECKED}
 """The exit status of each."""
-OF_A_BOOT = 0.001
-"""Relative difference of the memory that is left on equal machines after the kernel started."""
 
 
 def add(commands: CommandParsers) -> None:
@@ -149,11 +146,10 @@ class ChosenPairs:
 def run(arguments: argparse.Namespace) -> int:
     from bench.judge import pairs as judge_pairs
     from bench.judge.as_benched import notes_between
-    from bench.judge.statistics import MARGIN
     from bench.report import comparison
 
     limits: dict[str, float] = arguments.fail_on
-    margin = arguments.margin or MARGIN
+    margin = _chosen_margin(arguments)
     if arguments.allow_unchecked and not limits:
         raise InputError(
             "--allow-unchecked: is for a gate; give --fail-on too, such as --fail-on slower=5%"
@@ -221,6 +217,16 @@ def run(arguments: argparse.Namespace) -> int:
     return STATUSES[gate]
 
 
+def _chosen_margin(arguments: argparse.Namespace) -> float:
+    """How near to 1 a ratio is called the same: as ``--margin`` says, or as reports have it."""
+    from bench.judge.statistics import MARGIN
+
+    margin: float | None = arguments.margin
+    if margin is None:
+        return MARGIN
+    return margin
+
+
 def _measured(chosen: ChosenPairs, place: str) -> tuple[list[Pair], list[Pair]]:
     """The pairs of which a side was measured, and the others. Raises InputError if none was."""
     from bench.judge.pairs import measured
@@ -259,17 +265,7 @@ def _differences(chosen: ChosenPairs) -> Sequence[Changed]:
     if chosen.a is chosen.b:
         return []
     a, b = chosen.a.first.manifest.node, chosen.b.first.manifest.node
-    found = differences(a.fingerprint, b.fingerprint)
-    return [changed for changed in found if not _is_of_the_boot(changed)]
-
-
-def _is_of_the_boot(changed: Changed) -> bool:
-    """Whether memory differs by what the kernel kept for itself when it started."""
-    if changed.key != "machine.memory_bytes":
-        return False
-    if not isinstance(changed.a, int) or not isinstance(changed.b, int):
-        return False
-    return math.isclose(changed.a, changed.b, rel_tol=OF_A_BOOT)
+    return differences(a.fingerprint, b.fingerprint)
 
 
 def _remarks(chosen: ChosenPairs, rows: Sequence[ComparedPair]) -> list[str]:
@@ -350,8 +346,11 @@ def _commits_of_run(arguments: argparse.Namespace) -> ChosenPairs:
             f"{arguments.runs[0]}: is one run; name a second one, or two of its backends with "
             "--backend and --against"
         )
-    now = pool.first.manifest.git.commit or "the running code"
-    names = (f"commit {pairs[0].a.other_commit}", f"commit {now[:12]}")
+    now = "the running code"
+    commit = pool.first.manifest.git.commit
+    if commit:
+        now = f"commit {commit[:12]}"
+    names = (f"commit {pairs[0].a.other_commit}", now)
     return ChosenPairs(a=pool, b=pool, pairs=pairs, names=names)
 
 

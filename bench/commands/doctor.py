@@ -149,7 +149,7 @@ def _metadata() -> Metadata:
     except importlib.metadata.PackageNotFoundError:
         return {}
     names = ("Requires-Dist", "Requires-Python", "Classifier")
-    return {name: found.get_all(name) or [] for name in names}
+    return {name: found.get_all(name, []) for name in names}
 
 
 def python(numbers: Sequence[int], metadata: Metadata) -> Iterator[Finding]:

@@ -148,7 +148,10 @@ def _write(frames: Frames, form: str, out: Path) -> list[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     files.write(out, json.dumps(found, indent=4, allow_nan=False) + "\n")
     for cell in found["left_out"]:
-        reason, _, _ = (cell["why"] or cell["status"]).partition("; ")  # the file has them all
+        why = cell["why"]
+        if not why:
+            why = cell["status"]
+        reason, _, _ = why.partition("; ")  # the file has them all
         print(f"left out: {cell['name']}: {reason}", file=sys.stderr)
     if not found["benchmarks"]:
         print("left out: every cell, so the file holds no benchmark", file=sys.stderr)

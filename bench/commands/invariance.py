@@ -91,10 +91,11 @@ def run(arguments: argparse.Namespace) -> int:
                     "or {run} in its place"
                 )
             print(f"invariance: {text}", file=sys.stderr)
-        if found.nothing or found.status > BY_SIGNAL or (found.status and not found.updates):
-            if found.nothing and not found.status:
-                print(f"invariance: nothing seen: {found.nothing}", file=sys.stderr)
-            return found.status or UNCHECKED
+            if found.nothing or found.status > BY_SIGNAL or not found.updates:
+                return found.status
+        elif found.nothing:
+            print(f"invariance: nothing seen: {found.nothing}", file=sys.stderr)
+            return UNCHECKED
     first, again, *others = runs
     verdict = InvarianceVerdict([first, *others], again, arguments.updates)
     if arguments.json:

@@ -240,7 +240,7 @@ def planned(
 
     ``others`` are the other nodes of a job of several. Raises InputError.
     """
-    matrix = _matrix(arguments, on_gpus=bool(pretended or launch_gpus.gpus()))
+    matrix = _matrix(arguments, on_gpus=bool(pretended) or bool(launch_gpus.gpus()))
     if pretended and matrix["device"] != Device.CUDA:
         place = matrix.place("device")
         raise InputError(
@@ -251,7 +251,7 @@ def planned(
     num_nodes = 1
     if others is not None:
         num_nodes += len(others.nodes)
-    has_ranks = arguments.world_size or matrix["share_gpu"]
+    has_ranks = bool(arguments.world_size) or matrix["share_gpu"]
     if arguments.device == Device.CUDA and gpus and not has_ranks:
         # It was perhaps written for a CPU, with more ranks than GPUs.
         matrix = matrix.up_to(len(gpus), "--device")

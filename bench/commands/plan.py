@@ -33,6 +33,7 @@ def add(commands: CommandParsers) -> None:
     parser.add_argument(
         "--on",
         type=_gpus,
+        default=(),
         metavar="GPUS",
         help="as if on these GPUs, with everything installed, such as '1 x H100 80GiB'",
     )
@@ -53,7 +54,9 @@ def _gpus(text: str) -> list[dict[str, object]]:
     match = GPUS.fullmatch(text.strip())
     if match is None:
         raise argparse.ArgumentTypeError(wrong)
-    count = int(match["count"] or 1)
+    count = 1
+    if match["count"] is not None:
+        count = int(match["count"])
     memory = int(float(match["size"]) * UNITS[match["unit"]])
     if not count or not memory:
         raise argparse.ArgumentTypeError(wrong)
@@ -63,7 +66,7 @@ def _gpus(text: str) -> list[dict[str, object]]:
 def run(arguments: argparse.Namespace) -> int:
     from bench.forecast import estimate
 
-    plan = planned(arguments, arguments.on or ())
+    plan = planned(arguments, arguments.on)
     if arguments.check:
         plan = check_workloads(plan)
     skipped = _skipped(plan, has_everything=bool(arguments.on))

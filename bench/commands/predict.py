@@ -221,8 +221,9 @@ class GivenLink:
 
 def _rates(text: str) -> GivenLink:
     """The rate to other nodes and, of a link of two levels, that within a node."""
-    preset = LINKED.get(kind_of(text) or "")
-    if preset is not None:
+    kind = kind_of(text)
+    if kind in LINKED:
+        preset = LINKED[kind]
         return GivenLink(
             inter=preset.inter_bytes_per_s,
             intra=preset.intra_bytes_per_s,
@@ -253,8 +254,8 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = _chosen_with_formulas(arguments, question.cell)
     if arguments.batch is not None:
         return _search(arguments, question, chosen)
-    shows_all = bool(arguments.all or arguments.backend)
-    rows, choices = answer(question, chosen, grouped=not shows_all)
+    is_grouped = not arguments.all and not arguments.backend
+    rows, choices = answer(question, chosen, grouped=is_grouped)
     if arguments.exact:
         _add_exact_peak(arguments, question.cell, rows)
     if arguments.json:
@@ -271,12 +272,7 @@ def _question(arguments: argparse.Namespace) -> Question:
     if shape_of(arguments.model) is None:
         known = suggest_model(arguments.model, [*SIZES, *SHAPES, f"{HUGGING_FACE}CONFIG"])
         raise InputError(f"--model: '{arguments.model}' is unknown; {known}")
-    memory, reserve = int(arguments.memory or 0), None
-    if arguments.reserve is not None:
-        reserve = int(arguments.reserve)
-        if arguments.reserve >= memory:
-            left = f"leaves nothing of the {memory / 2**30:.4g} GiB of --memory; give less"
-            raise InputError(f"--reserve: {left}")
+    memory, reserve = _memory(arguments)
     link = _link(arguments)
     node_size = 1
     if link is not None:
@@ -291,11 +287,27 @@ def _question(arguments: argparse.Namespace) -> Question:
         compute_s=compute.seconds,
         compute_from=compute.source,
         peak_flops=compute.peak_flops,
-        memory_bytes=memory or None,
+        memory_bytes=memory,
         reserve_bytes=reserve,
         bf16_parameters=arguments.parameters == "bf16",
         lora=lora,
     )
+
+
+def _memory(arguments: argparse.Namespace) -> tuple[int | None, int | None]:
+    """The bytes of ``--memory`` and of ``--reserve``; None for what is not given.
+
+    Raises InputError for a reserve that leaves nothing. One without ``--memory`` was refused before.
+    """
+    if arguments.memory is None:
+        return None, None
+    memory = int(arguments.memory)
+    if arguments.reserve is None:
+        return memory, None
+    if arguments.reserve >= memory:
+        left = f"leaves nothing of the {memory / 2**30:.4g} GiB of --memory; give less"
+        raise InputError(f"--reserve: {left}")
+    return memory, int(arguments.reserve)
 
 
 def _lora(arguments: argparse.Namespace, *, tied: bool) -> LoRA | None:
@@ -316,9 +328,11 @@ def _lora(arguments: argparse.Namespace, *, tied: bool) -> LoRA | None:
         raise InputError(f"--lora-targets: {HEAD} of this model is its embedding; leave it out")
     if targets == (HEAD,):
         raise InputError(f"--lora-targets: name a matrix of the blocks beside {HEAD}")
-    if (arguments.lora_dropout or 0) >= 1:
+    if arguments.lora_dropout is not None and arguments.lora_dropout >= 1:
         raise InputError("--lora-dropout: drops everything; give less than 100 %")
-    dtype = arguments.lora_parameters or arguments.parameters
+    dtype = arguments.lora_parameters
+    if dtype is None:
+        dtype = arguments.parameters
     if dtype == "bf16" and arguments.parameters != "bf16":
         raise InputError("--lora-parameters: bf16 needs --parameters bf16")
     fp32 = dtype != arguments.parameters
@@ -402,7 +416,10 @@ def _link_of_options(arguments: argparse.Namespace) -> Link | None:
     given: GivenLink | None = arguments.link
     if given is None:
         return None
-    node_size, ranks = arguments.node_size or given.node_size, arguments.world_size
+    ranks = arguments.world_size
+    node_size: int | None = arguments.node_size
+    if node_size is None:
+        node_size = given.node_size
     latency_s, latency_from = arguments.latency, ""
     if latency_s is None:
         latency_s = 0.0
@@ -455,7 +472,9 @@ def _cell_of_options(arguments: argparse.Namespace, node_size: int) -> Cell:
     With --batch its micro-batches have one sample.
     """
     ranks, batch = arguments.world_size, arguments.batch
-    micro_batch, accumulate = arguments.micro_batch or 1, arguments.accumulate
+    micro_batch, accumulate = arguments.micro_batch, arguments.accumulate
+    if micro_batch is None:
+        micro_batch = 1
     if batch is not None:
         if batch % ranks:
             wrong = (

@@ -44,7 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
                     "of them out"
                 )
         return rebuild(folder)
-    plots = arguments.plots or plots_folder(folder)
+    plots = arguments.plots
+    if plots is None:
+        plots = plots_folder(folder)
     try:
         with files.run_folder(folder, str(folder)):
             status = write_outputs(folder, plots, from_run.section, others=others)

@@ -158,7 +158,9 @@ def _lead(arguments: argparse.Namespace, others: Nodes | None) -> int:
     plan = check_workloads(plan)
     if arguments.against:
         plan = _with_other_commit(plan, arguments.against, others)
-    folder = arguments.out or new_folder(plan.matrix.name)
+    folder = arguments.out
+    if folder is None:
+        folder = new_folder(plan.matrix.name)
     start.require(folder, plan, f"--out {folder}")
     sharing = None
     if plan.gpus and others is None:

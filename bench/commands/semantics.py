@@ -62,7 +62,12 @@ def add(commands: CommandParsers) -> None:
     group.add_argument("--suite", nargs="?", type=named, const=SUITE, metavar="FILE", help=words)
     words = "only these scenarios of the suite"
     group.add_argument(
-        "--scenario", action="extend", type=split_names, metavar="NAME[,NAME]", help=words
+        "--scenario",
+        action="extend",
+        type=split_names,
+        default=[],
+        metavar="NAME[,NAME]",
+        help=words,
     )
     words = "print JSON: an object, or a list if there are several"
     option("--json", action="store_true", help=words)
@@ -191,7 +196,10 @@ def _scenarios(arguments: argparse.Namespace) -> list[Scenario]:
         for field in values:
             option = options[field]
             raise InputError(f"{option}: describes one scenario; leave it out or --suite")
-        return _of_suite(arguments.suite or SUITE, arguments.scenario or [])
+        path = arguments.suite
+        if path is None:
+            path = SUITE
+        return _of_suite(path, arguments.scenario)
     for field in ("samples", "batch_size", "accumulate"):
         if field not in values:
             needed = "one scenario needs --samples, --micro-batch and --accumulate, or give --suite"
@@ -242,7 +250,9 @@ def _folders(arguments: argparse.Namespace) -> tuple[Path, Path] | None:
     """The folders of --out and --suite, created before anything is measured; None if not needed."""
     if not (arguments.out or arguments.suite or arguments.scenario):
         return None
-    folder = arguments.out or new_folder("semantics")
+    folder = arguments.out
+    if folder is None:
+        folder = new_folder("semantics")
     plots = plots_folder(folder)
     writable(folder)
     writable(plots)

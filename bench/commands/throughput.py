@@ -110,14 +110,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     given = arguments.micro_batches is not None
     _check_options(arguments, given=given)
-    epochs = arguments.epoch or list(Epoch)
-    if given:
-        epochs = [Epoch.WHOLE]
     points = monitor.grid(
         arguments.accumulate,
         arguments.log_every,
         arguments.window_size,
-        epochs,
+        _chosen_epochs(arguments, given=given),
         micro_batch_s=arguments.micro_batch_time,
         optimizer_s=arguments.optimizer_time,
         micro_batches=arguments.micro_batches,
@@ -175,6 +172,16 @@ def _check_options(arguments: argparse.Namespace, *, given: bool) -> None:
         if given and getattr(arguments, name) is not None:
             why = "which is about the kinds of --epoch; leave out one"
             raise InputError(f"--micro-batches: does not go with --{name}, {why}")
+
+
+def _chosen_epochs(arguments: argparse.Namespace, *, given: bool) -> list[Epoch]:
+    """The kinds of ``--epoch``, or all; ``given`` micro-batches are of one kind."""
+    if given:
+        return [Epoch.WHOLE]
+    chosen: list[Epoch] | None = arguments.epoch
+    if chosen is None:
+        return list(Epoch)
+    return chosen
 
 
 def _logs_text(row: Mapping[str, object]) -> str:

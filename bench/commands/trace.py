@@ -45,7 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     loaded = load(arguments.run)
     cell = loaded.find(arguments.cell)
-    path: Path = arguments.out or Path(f"trace-{cell.cell_id}{SUFFIXES[0]}")
+    path: Path | None = arguments.out
+    if path is None:
+        path = Path(f"trace-{cell.cell_id}{SUFFIXES[0]}")
     if not path.name.endswith(SUFFIXES):
         raise InputError(f"--out {path}: must end in {SUFFIXES[0]}")
     _refuse(cell)

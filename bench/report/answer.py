@@ -351,7 +351,9 @@ def _by_reason(data: Analysis, rows: Sequence[CellRow]) -> list[SharedReason]:
     found: dict[object, SharedReason] = {}
     for row in rows:
         defect = defect_of_cell(data.run.manifest, row)
-        reason = shortened(row.reason or "no reason")
+        reason = "no reason"
+        if row.reason:
+            reason = shortened(row.reason)
         kind: object = reason
         if defect:
             reason, kind = f"{defect} (a documented defect of the framework)", defect
@@ -474,15 +476,8 @@ def _scope_text(data: Analysis) -> str:
     """What was measured, with which intervals, and what does not follow from the run."""
     counts = data.contestants["num_ok"]
     bad = set(counts.index) - set(counts[counts > 0].index)
-    cells, contestants, measured = [], [], []
-    for cell_id, cell in data.run.cells.items():
-        if cell_id not in bad:
-            measured.append(cell)
-        if not cell.twin:
-            cells.append(cell)
-            if not cell.is_reference:
-                contestants.append(cell)
-    shown = contestants or cells
+    measured = [cell for cell_id, cell in data.run.cells.items() if cell_id not in bad]
+    shown = _without_references(data)
     is_on_cpu = any(cell.device is Device.CPU for cell in shown)
     parts = [_setting_text(data, shown, is_on_cpu=is_on_cpu), _trials_text(data)]
     if not data.times_unavailable:
@@ -496,6 +491,15 @@ def _scope_text(data: Analysis) -> str:
     if is_on_cpu and not data.times_unavailable:
         parts.append(TRANSFER)
     return f"{'; '.join(filter(None, parts))}."
+
+
+def _without_references(data: Analysis) -> list[Cell]:
+    """The cells but twins and references; with references if there are no others."""
+    cells = [cell for cell in data.run.cells.values() if not cell.twin]
+    contestants = [cell for cell in cells if not cell.is_reference]
+    if contestants:
+        return contestants
+    return cells
 
 
 def _setting_text(data: Analysis, cells: Sequence[Cell], *, is_on_cpu: bool) -> str:

@@ -117,7 +117,10 @@ def stacked(data: FigureData, cells: pd.DataFrame, bars: StackedBars, title: str
             axes.tick_params(labelbottom=True)
     for axes in grid[len(panels) :]:
         axes.remove()
-    grid[0].set_xlim(0, end / unit or 1)
+    limit = end / unit
+    if limit == 0:  # every bar is empty
+        limit = 1.0
+    grid[0].set_xlim(0, limit)
     return [Drawing(bars.stem, figure, cells, words)]
 
 
@@ -206,7 +209,7 @@ def _draw_bars(
         ends += widths
     values = floats(cells[total]) / unit
     for place, outcome, value in zip(cells["place"], cells["outcome"], values, strict=True):
-        text = _text_at_end(value, end / unit, failure_label(outcome))
+        text = _text_at_end(value, end / unit, outcome)
         at = 0.0
         if not np.isnan(value):
             at = min(value, end / unit)
@@ -226,16 +229,16 @@ def _draw_bars(
     axes.xaxis.set_major_locator(MaxNLocator(4))
 
 
-def _text_at_end(value: float, limit: float, failure: str) -> str:
+def _text_at_end(value: float, limit: float, outcome: str) -> str:
     """The length of a bar in the unit of the axis, whether it goes on, and how its cell failed."""
     if np.isnan(value):
-        return failure or "not measured"
+        return failure_label(outcome, good="not measured")
     number = f"{value:#.3g}".rstrip(".")
     if value >= 1000:
         number = f"{value:,.0f}"
     if value > limit:
         number = f"\N{RIGHTWARDS ARROW} {number}"
-    return f"{number} {failure}".strip()
+    return f"{number} {failure_label(outcome)}".strip()
 
 
 def _most_extreme(data: FigureData, cells: pd.DataFrame, value: str) -> pd.DataFrame:

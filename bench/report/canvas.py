@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import matplotlib.style
 import numpy as np
@@ -20,8 +19,10 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.legend import Legend
 from matplotlib.legend_handler import HandlerTuple
+from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from numpy.typing import NDArray
 
 from bench.files import replacing
 from bench.report.style import (
@@ -242,21 +243,8 @@ INK = 0.6
 """How bright the name of a point is, relative to its marker."""
 MARKER = 3.6
 """Points from the middle of a marker to its edge, and a little more."""
-PLACING: dict[str, Any] = {
-    "textsize": TINY,
-    "va": "bottom",
-    "linewidth": 0.4,
-    "plot_kwargs": {"zorder": 3},
-    "margin": 0.003,
-    "min_distance": 0.01,
-    "max_distance": 0.3,
-    "nbr_candidates": 1500,
-    "draw_all": False,
-    "avoid_label_lines_overlap": True,
-    "avoid_crossing_label_lines": True,
-}
-"""Options of textalloc, whose types are narrower than what it takes; distances are shares of the
-axes."""
+APART = 0.003
+"""Share of the axes that a name keeps from markers, lines and other names."""
 
 
 def name_points(axes: Axes, names: Sequence[PointName], towards: Sequence[str]) -> list[PointName]:
@@ -267,24 +255,15 @@ def name_points(axes: Axes, names: Sequence[PointName], towards: Sequence[str]) 
     """
     if not names:
         return []
-    fixed = _around(axes, names) | {"direction": list(towards)}
     order = sorted(names, key=lambda name: -len(name.text))
+    apart = APART
     attempt = 0
     while True:
         attempt += 1
         is_last = attempt == NUM_ORDERS
         if is_last:
-            fixed["margin"] = 0.0
-        points, texts, colours, inks = [], [], [], []
-        for name in order:
-            points.append(name.point)
-            texts.append(safe(name.text))
-            colours.append(name.colour)
-            inks.append(name.ink)
-        x, y = np.array(points).T
-        *_, written, leaders = textalloc.allocate(
-            axes, x, y, texts, linecolor=colours, textcolor=inks, **fixed
-        )
+            apart = 0.0
+        written, leaders = _write_names(axes, order, towards, apart)
         missing = [name for name, text in zip(order, written, strict=True) if text is None]
         if not missing or is_last:
             return missing
@@ -294,21 +273,50 @@ def name_points(axes: Axes, names: Sequence[PointName], towards: Sequence[str]) 
         order.sort(key=lambda name: name not in missing)
 
 
-def _around(axes: Axes, names: Sequence[PointName]) -> dict[str, Any]:
-    """Options of textalloc with the points and lines of the axes, which no name may cover."""
-    lines_x, lines_y = [], []
-    for line in axes.lines:
-        points = np.asarray(line.get_xydata())
-        if len(points) > 1:
-            lines_x.append(points[:, 0])
-            lines_y.append(points[:, 1])
-    return PLACING | {
-        "x_scatter": [name.point[0] for name in names],
-        "y_scatter": [name.point[1] for name in names],
-        "scatter_sizes": np.full(len(names), MARKER * DPI / 72),
-        "x_lines": lines_x or None,
-        "y_lines": lines_y or None,
-    }
+def _write_names(
+    axes: Axes, names: Sequence[PointName], towards: Sequence[str], apart: float
+) -> tuple[list[object], list[object]]:
+    """The texts of the names and the lines to their points; None for those without room.
+
+    textalloc writes them one after another; distances are shares of the axes.
+    """
+    texts, colours, inks = [], [], []
+    for name in names:
+        texts.append(safe(name.text))
+        colours.append(name.colour)
+        inks.append(name.ink)
+    x, y = np.array([name.point for name in names]).T
+    lines = [points for points in map(_points_of, axes.lines) if len(points) > 1]
+    *_, written, leaders = textalloc.allocate(
+        axes,
+        x,
+        y,
+        texts,
+        x_scatter=x,
+        y_scatter=y,
+        scatter_sizes=list(np.full(len(names), MARKER * DPI / 72)),
+        x_lines=[points[:, 0] for points in lines],
+        y_lines=[points[:, 1] for points in lines],
+        direction=list(towards),
+        margin=apart,
+        min_distance=0.01,
+        max_distance=0.3,
+        nbr_candidates=1500,
+        draw_all=False,
+        avoid_label_lines_overlap=True,
+        avoid_crossing_label_lines=True,
+        textsize=TINY,
+        textcolor=inks,
+        va="bottom",
+        linecolor=colours,
+        linewidth=0.4,
+        plot_kwargs={"zorder": 3},
+    )
+    return written, leaders
+
+
+def _points_of(line: Line2D) -> NDArray[np.float64]:
+    return np.asarray(line.get_xydata())
 
 
 def freeze(figure: Figure) -> None:

@@ -217,6 +217,9 @@ def _citation(
     details: Sequence[str],
 ) -> Citation:
     about = pool.first.manifest
+    digest = "+".join(pool.pins)
+    if not digest:
+        digest = NONE
     every = [*details, _machine_sentence(about), _versions_sentence(about), commit_sentence(about)]
     return Citation(
         subject=harmless(subject),
@@ -224,7 +227,7 @@ def _citation(
         brief=[numbers.brief, *numbers.parts[1:]],
         permanent_id=permanent_id(pool, path),
         machine_fields=numbers.fields,
-        digest="+".join(pool.pins) or NONE,
+        digest=digest,
         details=list(map(harmless, every)),
         started=about.started,
     )
@@ -342,10 +345,12 @@ def _control_words(pair: ComparedPair, control_pair: ComparedPair | None) -> str
     around = ""
     if pair.control is not None:
         around = _ends(pair.control.low, pair.control.high)
+    if not around:
+        around = "unknown"
     where = ""
     if control_pair is not None:
         where = f" at N={control_pair.a.accumulate}"
-    return f"A/A pair{where}: {around or 'unknown'}"
+    return f"A/A pair{where}: {around}"
 
 
 def _estimate_fields(value: float, low: float | None, high: float | None) -> dict[str, str]:
@@ -403,7 +408,9 @@ def _versions_sentence(manifest: Manifest) -> str:
     known = {SCHEME: manifest.distributions.get(SCHEME), "Python": manifest.machine.python}
     known |= {name: version for name, version in manifest.packages.items() if name in VERSIONS}
     found = [f"{name} {version}" for name, version in known.items() if version]
-    return f"Versions: {', '.join(found) or 'not stored'}"
+    if not found:
+        return "Versions: not stored"
+    return f"Versions: {', '.join(found)}"
 
 
 def commit_sentence(manifest: Manifest) -> str:

@@ -62,15 +62,20 @@ def gpu_names(machine: Machine) -> str:
 
 def machine_words(machine: Machine) -> str:
     """The CPU, its cores and the GPUs."""
-    return ", ".join([cpu_name(machine), gpu_names(machine) or "no GPU"])
+    gpus = gpu_names(machine)
+    if not gpus:
+        gpus = "no GPU"
+    return f"{cpu_name(machine)}, {gpus}"
 
 
 def cpu_name(machine: Machine) -> str:
     """The CPU and its cores: ``AMD EPYC, 2 cores``."""
-    words = [machine.cpu or "unknown CPU"]
+    name = machine.cpu
+    if not name:
+        name = "unknown CPU"
     if machine.cores:
-        words.append(plural(machine.cores, "core"))
-    return ", ".join(words)
+        name += f", {plural(machine.cores, 'core')}"
+    return name
 
 
 def parameters(count: float | None) -> str:

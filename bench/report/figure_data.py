@@ -108,7 +108,7 @@ class FigureData:
         once = once[~once["cell_id"].isin(self.timed["cell_id"])]
         names = []
         for backend, outcome in zip(once["backend"], once["outcome"], strict=True):
-            why = failure_label(outcome) or "run once"
+            why = failure_label(outcome, good="run once")
             names.append(f"{backend} ({why})")
         if not names:
             return []
@@ -119,7 +119,7 @@ class FigureData:
         missing = self.timed[self.timed["step_time_s"].isna()]
         names = []
         for row in rows_of(missing[["backend", "accumulate", "outcome"]]):
-            why = failure_label(str(row["outcome"])) or "not measured"
+            why = failure_label(str(row["outcome"]), good="not measured")
             names.append(f"{row['backend']} at N = {row['accumulate']} ({why})")
         if not names:
             return []
@@ -342,10 +342,10 @@ def left_out_note(every: int, shown: int, what: str) -> list[str]:
     ]
 
 
-def failure_label(outcome: str) -> str:
-    """How a cell failed, to be written beside it; empty for a good one."""
+def failure_label(outcome: str, good: str = "") -> str:
+    """How a cell failed, to be written beside it; ``good`` for one that has not."""
     if outcome == Status.OK:
-        return ""
+        return good
     return outcome
 
 

@@ -75,10 +75,14 @@ class Row:
         return self.last.b.world_size, self.last.b.accumulate
 
 
+NO_WORDS = FigureWords("", "", "")
+"""Around a figure that stands by itself."""
+
+
 def draw(
     report: Report,
     stem: str = "compare",
-    around: FigureWords | None = None,
+    around: FigureWords = NO_WORDS,
 ) -> list[Drawing]:
     """The figure, if anything was compared.
 
@@ -89,7 +93,6 @@ def draw(
         return []
     rows = _fitting(every)
     num_drawn = len(_pairs_of(rows))
-    around = around or FigureWords("", "", "")
     notes = [_legend(report, rows), *around.notes]
     for remark in report.remarks:
         notes.append(f"{remark}.")

@@ -98,7 +98,9 @@ def write_parquet(frames: Frames, folder: Path) -> list[Path]:
             column = COLUMNS[name][field.name]
             words = {"unit": column.unit, "meaning": column.meaning}
             fields.append(field.with_metadata(words))
-        notes = table.schema.metadata or {}
+        notes: dict[bytes, bytes] = {}
+        if table.schema.metadata is not None:
+            notes |= table.schema.metadata
         notes |= {b"run_id": frames.run_id.encode(), b"rows": about.encode()}
         path = folder / f"{name}.parquet"
         with replacing(path) as draft:
@@ -144,19 +146,24 @@ def document(frames: Frames) -> Document:
         else:
             lossy = manifest.lossy.get(row.cell_id)
             benchmarks.append(named | _benchmark(row, trials[row.cell_id], lossy))
-    git = manifest.git
+    commit, is_dirty = "unversioned", False
+    if manifest.git.commit:
+        commit, is_dirty = manifest.git.commit, not manifest.git.clean
+    ended = manifest.finished
+    if not ended:  # the run has not ended
+        ended = manifest.started
     return {
         "machine_info": _machine(manifest),
         "commit_info": {
-            "id": git.commit or "unversioned",
-            "dirty": bool(git.commit) and not git.clean,
+            "id": commit,
+            "dirty": is_dirty,
             "time": None,
             "author_time": None,
             "project": "accumulation-bench",
             "branch": "",
         },
         "benchmarks": benchmarks,
-        "datetime": manifest.finished or manifest.started,
+        "datetime": ended,
         "version": __version__,
         "left_out": left_out,
     }
@@ -198,9 +205,9 @@ def _benchmark(row: CellRow, trials: pd.DataFrame, lossy: Lossy | None) -> dict[
 def _machine(manifest: Manifest) -> dict[str, object]:
     """What a run stores of it: neither host name nor compiler."""
     machine = manifest.machine
-    system, _, rest = (machine.system or "").partition(" ")
+    system, _, rest = _empty_if_unknown(machine.system).partition(" ")
     release, _, architecture = rest.rpartition(" ")
-    python = machine.python or ""
+    python = _empty_if_unknown(machine.python)
     gpus = []
     for gpu in machine.gpus:
         about = {"name": gpu.name, "memory_bytes": gpu.memory_bytes, "driver": gpu.driver}
@@ -217,10 +224,17 @@ def _machine(manifest: Manifest) -> dict[str, object]:
         "release": release,
         "system": system,
         "cpu": {
-            "brand_raw": machine.cpu or "",
+            "brand_raw": _empty_if_unknown(machine.cpu),
             "count": machine.cores,
             "arch_string_raw": architecture,
         },
         "gpus": gpus,
         "packages": dict(manifest.packages),
     }
+
+
+def _empty_if_unknown(fact: str | None) -> str:
+    """A fact as pytest-benchmark writes it."""
+    if fact is None:
+        return ""
+    return fact

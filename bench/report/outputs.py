@@ -198,8 +198,10 @@ def _how_to_reproduce(data: Analysis) -> list[str]:
     for other in data.others:
         day = markdown(other.manifest.started[:10])
         text += f"; pooled with the run of {day}, `{other.pin}`"
-    command = shlex.join(manifest.command or ["python", "-m", "bench", "run"])
-    block = code(on_each_node(run, command))
+    command = manifest.command
+    if not command:
+        command = ("python", "-m", "bench", "run")
+    block = code(on_each_node(run, shlex.join(command)))
     return ["", f"**To reproduce.** {text}.", "", *block, ""]
 
 

@@ -46,6 +46,8 @@ RAW = {
     **{f"{name}.parquet": about for name, about in FRAMES.items()},
 }
 """Files of a run's folder that a report names: it links to none, since it is sent by itself."""
+WITHOUT_VALUE = {"finished": "not finished", "CPU": "unknown", "GPUs": "none"}
+"""What stands for a missing fact of a run; other facts are left out."""
 Choice = TypeVar("Choice")
 
 
@@ -134,9 +136,7 @@ def _add(choices: list[Choice], choice: Choice) -> None:
 def overview(groups: Sequence[Group], choices: Choices) -> Table:
     """The cells of all groups; the page's script filters, sorts and compares them."""
     rows: list[TableRow] = []
-    is_timed = False
     for group in groups:
-        is_timed = is_timed or group.is_timed
         setting = choices["place"].index(group.setting)
         about: dict[str, object] = {"data-n": group.n, "data-place": setting, "hidden": None}
         if rows:
@@ -145,6 +145,7 @@ def overview(groups: Sequence[Group], choices: Choices) -> Table:
         for row in group.rows:
             place = choices["backend"].index(row.backend)
             rows.append(_overview_row(group, row, place))
+    is_timed = any(group.is_timed for group in groups)
     columns = []
     for column in COLUMNS:
         is_in_other = column.key.endswith(("_ends", "_ratio"))
@@ -169,7 +170,9 @@ def _overview_row(group: Group, row: RankedRow, place: int) -> TableRow:
     texts = group.texts(row)
     ratio = None
     if texts["ratio"] != DASH:
-        ratio = row.ratio or 1
+        ratio = row.ratio
+        if ratio is None:  # the baseline has none to itself
+            ratio = 1
     raw: dict[str, object] = {
         "seconds": row.step_time_s,
         "ratio": ratio,
@@ -298,29 +301,39 @@ def _digits(value: float | None) -> str | None:
 def facts(run: Run) -> list[tuple[str, str]]:
     """The run, its machine and its software, as names and values."""
     manifest, machine, git = run.manifest, run.manifest.machine, run.manifest.git
-    commit = git.commit or "unknown: not run from a checkout"
+    commit = git.commit
+    if not commit:
+        commit = "unknown: not run from a checkout"
     if git.clean is False:
         commit += ", with uncommitted changes"
-    memory = ""
+    cores, memory = "", ""
+    if machine.cores:
+        cores = str(machine.cores)
     if machine.memory_bytes:
         memory = f"{machine.memory_bytes / 2**30:.1f} GiB"
     packages = [f"{name} {version}" for name, version in manifest.packages.items()]
     environment = [f"{key}={value}" for key, value in manifest.node.environment.items()]
-    found = {
+    found: dict[str, str | None] = {
         "run": manifest.run_id,
         "started": manifest.started,
-        "finished": manifest.finished or "not finished",
+        "finished": manifest.finished,
         "command": " ".join(manifest.command),
         "commit of the bench": commit,
         "SHA-256 of run.json and journal": run.pin,
         "SHA-256 of the journal": run.digest,
-        "CPU": machine.cpu or "unknown",
-        "cores": str(machine.cores or ""),
+        "CPU": machine.cpu,
+        "cores": cores,
         "memory": memory,
-        "GPUs": gpu_names(machine) or "none",
-        "system": machine.system or "",
-        "Python": machine.python or "",
+        "GPUs": gpu_names(machine),
+        "system": machine.system,
+        "Python": machine.python,
         "packages": ", ".join(packages),
         "environment": ", ".join(environment),
     }
-    return [(name, value) for name, value in found.items() if value]
+    shown = []
+    for name, value in found.items():
+        if value:
+            shown.append((name, value))
+        elif name in WITHOUT_VALUE:
+            shown.append((name, WITHOUT_VALUE[name]))
+    return shown

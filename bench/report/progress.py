@@ -165,11 +165,11 @@ class Display:
     def _estimate(self, trial: Trial) -> float:
         """Seconds that a trial may take; 0 if unknown."""
         guess = self._estimates.get(trial.cell.cell_id)
-        if guess is None:
+        if guess is None or guess.seconds is None:
             return 0.0
         if trial.extra:
             return guess.total(1)
-        return guess.seconds or 0.0
+        return guess.seconds
 
     def interim(self, analysis: InterimAnalysis) -> None:
         text = f"after {plural(analysis.repeats, 'repeat')}"

@@ -44,6 +44,7 @@ from bench.plan.categories import (
 from bench.plan.cell import Device, Status, among
 from bench.report.bars import MIB, TOTAL, by_category, by_operation
 from bench.run.machine import unlike_nodes
+from bench.run.manifest import Manifest
 from bench.tabular import Table
 
 OPERATIONS = {
@@ -90,7 +91,8 @@ def table(
     every = COLUMNS["cells"]
     asked = {"label": every["label"]}
     asked |= {name: column for name, column in every.items() if column.section == key}
-    asked |= more or {}
+    if more is not None:
+        asked |= more
     known: dict[str, Column] = {}
     titles: list[str] = []
     numbers: list[int] = []
@@ -99,7 +101,10 @@ def table(
             continue
         if column.is_number:
             numbers.append(len(titles))
-        titles.append(column.title or name)
+        title = column.title
+        if not title:
+            title = name
+        titles.append(title)
         known[name] = column
     rows = []
     for row in rows_of(cells[[*known]]):
@@ -123,8 +128,9 @@ def speed(data: Analysis) -> PageSection:
     for verdict in Verdict:
         if counts[verdict]:
             verdicts.append(f"{counts[verdict]} {verdict}")
-    named = ", ".join(verdicts) or "none"
-    first = f"{plural(len(rows), 'comparison')} with {data.baseline}: {named}."
+    if not verdicts:
+        verdicts.append("none")
+    first = f"{plural(len(rows), 'comparison')} with {data.baseline}: {', '.join(verdicts)}."
     spread = (data.cells["slowest_s"] / data.cells["fastest_s"] - 1).dropna()
     second = "No cell has a time that may be compared."
     if not spread.empty:
@@ -206,7 +212,9 @@ def memory(data: Analysis) -> PageSection:
 
 def _peak(row: Mapping[str, Value]) -> str:
     """The peak of a cell, and whose it is."""
-    return f"{size(number_in(row, 'peak_memory_bytes') or 0)} ({row['label']})"
+    peak = number_in(row, "peak_memory_bytes")
+    assert peak is not None, "only measured peaks are compared"
+    return f"{size(peak)} ({row['label']})"
 
 
 def _held(memory: pd.DataFrame) -> str:
@@ -246,10 +254,7 @@ def communication(data: Analysis) -> PageSection:
         sentences = [text]
         if all_matching := _matching(counted):
             sentences.append(f"{all_matching} counts match their formula in calls and bytes.")
-    for entry in data.run.manifest.matmul or ():
-        if entry.link_text:
-            text = f"Before the first trial, as nccl-tests defines it: {entry.link_text}."
-            sentences.append(text)
+    sentences += _measured_links(data.run.manifest)
     caption = "Collectives between two updates, on one rank"
     return PageSection(
         key=COMMUNICATION,
@@ -258,6 +263,15 @@ def communication(data: Analysis) -> PageSection:
         plots=("communication",),
         table=table(caption, frame, COMMUNICATION, OPERATIONS),
     )
+
+
+def _measured_links(manifest: Manifest) -> Iterator[str]:
+    """A sentence on each link that was measured before the first trial."""
+    if manifest.matmul is None:
+        return
+    for entry in manifest.matmul:
+        if entry.link_text:
+            yield f"Before the first trial, as nccl-tests defines it: {entry.link_text}."
 
 
 def _sent(row: Mapping[str, Value]) -> str:
@@ -455,7 +469,9 @@ def failures(data: Analysis) -> Table:
     """Every cell with a failed trial, with its reason."""
     rows = []
     for row in data.bad_rows:
-        reason = row.reason or "no reason was recorded"
+        reason = row.reason
+        if not reason:
+            reason = "no reason was recorded"
         defect = defect_of_cell(data.run.manifest, row)
         if defect:
             reason += f". This is {EXPECTED}: {defect}"

@@ -140,8 +140,9 @@ def colours(frameworks: Iterable[str]) -> dict[str, str]:
         else:
             unknown.append(name)
     free = [colour for colour in reversed(FRAMEWORK_COLOURS.values()) if colour not in taken]
-    left = itertools.cycle(free or [GREY])
-    return FRAMEWORK_COLOURS | dict(zip(unknown, left, strict=False))
+    if not free:
+        free = [GREY]
+    return FRAMEWORK_COLOURS | dict(zip(unknown, itertools.cycle(free), strict=False))
 
 
 def looks(trials: pd.DataFrame) -> dict[str, Appearance]:
@@ -189,8 +190,10 @@ def _line(sharding: str, alike: int) -> LineStyleType:
     dashes = SHARDING_DASHES.get(sharding, ())
     if not alike:
         return (0, dashes)
+    if not dashes:
+        dashes = (SOLID_LENGTH, DOT_GAP)
     dots = (DOT, DOT_GAP) * alike
-    return (0, (dashes or (SOLID_LENGTH, DOT_GAP)) + dots)
+    return (0, dashes + dots)
 
 
 def mark(
