@@ -22,7 +22,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import cast
 
-from bench.errors import InputError
+from bench.errors import InputError, reason_of
 from bench.formatting import size
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -212,13 +212,6 @@ def writing(place: str, advice: str = "name a folder that can") -> Iterator[None
         yield
     except OSError as error:
         raise InputError(f"{place}: cannot be written ({reason_of(error)}); {advice}") from error
-
-
-def reason_of(error: OSError) -> str:
-    """What the system says of it, without the path; the error's own words if that is nothing."""
-    if error.strerror:
-        return error.strerror
-    return str(error)
 
 
 @contextlib.contextmanager

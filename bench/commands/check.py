@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench import files
 from bench.commands.options import CommandParsers, add_runs, all_folders
-from bench.errors import InputError
+from bench.errors import InputError, reason_of
 from bench.findings import Finding
 
 DESCRIPTION = (
@@ -70,7 +70,7 @@ def _citation_findings(places: Sequence[Path], name: str) -> list[Finding]:
     except UnicodeDecodeError as error:
         raise InputError(f"{place}: cannot be read (it is not UTF-8); {advice}") from error
     except OSError as error:
-        why = files.reason_of(error)
+        why = reason_of(error)
         raise InputError(f"{place}: cannot be read ({why}); {advice}") from error
     pool = load_pool(places)
     data = Analysis.of(pool, all_folders(places)[0])
