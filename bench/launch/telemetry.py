@@ -144,8 +144,9 @@ class Telemetry:
         for gpu in self._gpus:
             try:
                 sample = gpu.sample(processes=processes)
-                if sample.get("pids") is not None:
-                    self._learn_owners(sample["pids"])
+                pids = sample.get("pids")
+                if pids is not None:
+                    self._learn_owners(pids)
                 self._samples.append(sample)
             except Exception as error:
                 self._note(f"{gpu.uuid}: {type(error).__name__}: {error}")

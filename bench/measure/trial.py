@@ -220,7 +220,7 @@ class RankTrial:
         cell, data = self.cell, self.data
         if how.cell is not None:
             cell = how.cell
-        make_optimizer = self._optimizer
+        make_optimizer: MakeOptimizer = self._optimizer
         if how.optimizer is not None:
             make_optimizer = how.optimizer
         clip_norm = cell.clip_norm
