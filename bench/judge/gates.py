@@ -300,7 +300,9 @@ def defect_of_record(manifest: Manifest | None, record: TrialRecord) -> str:
     cell, update = record.cell, record.update
     if manifest is None or update is None or record.status is not Status.OK:
         return ""
-    scale = update.unclipped_scale or update.scale
+    scale = update.unclipped_scale
+    if scale is None:  # the cell does not clip
+        scale = update.scale
     found = explain_update(known(scale), known(update.residual), cell.accumulate, cell.world_size)
     if DEFECT not in found.causes:
         return ""
