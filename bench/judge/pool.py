@@ -140,6 +140,8 @@ def _lacking(run: Run, other: Run) -> str:
 
 
 def _gpus(manifest: Manifest) -> str:
+    if not manifest.machine.gpus:
+        return "none"
     counts = Counter(gpu.name for gpu in manifest.machine.gpus)
     return ", ".join(f"{count} x {name}" for name, count in counts.items())
 
