@@ -97,8 +97,8 @@ def declined(
     reason = ""
     if lora is not None:
         reason = _declined_lora(cell, backend, lora)
-    if bf16_parameters:
-        reason = reason or _declined_bf16(backend)
+    if bf16_parameters and not reason:
+        reason = _declined_bf16(backend)
     if reason:
         return reason
     if cell.selective_checkpointing and model_of(cell).num_experts:
@@ -688,6 +688,8 @@ class Zero2Sizes:
             self.kept, self.cast = 4 * self.partition, 4
         self.flat = 4 * self.partition
         """The gradient of the masters, into which those that are kept are copied."""
+        self.stepped = self.flat
+        """The gradients with which the masters are updated."""
         self.collects = not sizes.is_bf16
         """Whether a backward collects new gradients, and adds them at its end."""
         self.before = sizes.before(self.kept)
@@ -699,6 +701,7 @@ class Zero2Sizes:
             self.kept = held["gradients"]
             if backend.sync is Sync.DEFERRED:
                 self.kept -= 4 * layout.num_parameters
+            self.stepped = self.kept
             self.before = sizes.before(self.kept)
             if not sizes.offloads:
                 self.before = self.kept
@@ -728,7 +731,7 @@ def _zero2(
     if sizes.is_bf16:
         flat = 0
     yield Moment("step", of_stage.kept, 0, flat)
-    yield sizes.step(of_stage.flat or of_stage.kept, held["optimizer_state"])
+    yield sizes.step(of_stage.stepped, held["optimizer_state"])
 
 
 def _zero2_deferred(sizes: TensorSizes, of_stage: Zero2Sizes, sums: int) -> Iterator[Moment]:

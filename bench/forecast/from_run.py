@@ -120,7 +120,9 @@ def _timed_entry(manifest: Manifest, cell: Cell | None) -> MeasuredRates | None:
     """What was timed between the ranks of a cell, by default the most ranks; None if nothing."""
     if cell is not None:
         return manifest.rates(cell.world_size, cell.num_nodes)
-    timed = [entry for entry in manifest.matmul or () if entry.links]
+    if manifest.matmul is None:
+        return None
+    timed = [entry for entry in manifest.matmul if entry.links]
     return max(timed, key=lambda entry: (entry.num_nodes, entry.world_size), default=None)
 
 

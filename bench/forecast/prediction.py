@@ -207,7 +207,7 @@ class Prediction:
     @property
     def is_missing(self) -> bool:
         """Whether nothing is predicted, for either reason."""
-        return bool(self.refusal or self.not_predicted)
+        return self.refusal != "" or self.not_predicted != ""
 
     @property
     def defect(self) -> str:

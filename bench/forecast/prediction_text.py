@@ -302,7 +302,7 @@ def _value(row: Mapping[str, Any], column: str) -> str:
         return _gib(sum(row["memory"][part] for part in COLUMNS[column]))
     of_bytes = HOST_COLUMNS | LEVEL_KEYS | {"peak": "peak_memory_bytes"}
     if column in of_bytes:
-        return _gib(row[of_bytes[column]] or 0)
+        return _gib(row[of_bytes[column]])
     if column in SECONDS:
         seconds = row[SECONDS[column]]
         if seconds is None:
@@ -336,11 +336,11 @@ def _is_predicted(row: Mapping[str, Any]) -> bool:
     return row["peak_memory_bytes"] is not None
 
 
-def _gib(number: float) -> str:
-    """GiB; a dash for nothing."""
-    if number:
-        return digits(number / GIB)
-    return "-"
+def _gib(num_bytes: float | None) -> str:
+    """GiB; a dash for nothing, and where a backend has no such number."""
+    if num_bytes is None or num_bytes == 0:
+        return "-"
+    return digits(num_bytes / GIB)
 
 
 def _remark(row: Mapping[str, Any]) -> str:

@@ -39,6 +39,8 @@ from bench.judge.tables import (
     frame_of,
     good_trials,
     number_in,
+    required_count,
+    required_text,
     rows_of,
     text_in,
 )
@@ -73,7 +75,10 @@ def older_hashes_of(pool: Pool) -> str:
 
 
 def _beginnings(hashes: Iterable[str]) -> str:
-    return "+".join(each[:DIGITS] for each in hashes) or "none"
+    joined = "+".join(each[:DIGITS] for each in hashes)
+    if not joined:
+        return "none"
+    return joined
 
 
 def quoted(name: str) -> str:
@@ -127,12 +132,12 @@ class CellRow:
         """The row of a cell from the values of the frame."""
         return cls(
             cell=cell,
-            label=text_in(values, "label") or "",
-            status=text_in(values, "status") or "",
-            reason=text_in(values, "reason") or "",
-            outcome=text_in(values, "outcome") or "",
-            num_ok=count_in(values, "num_ok") or 0,
-            num_trials=count_in(values, "num_trials") or 0,
+            label=required_text(values, "label"),
+            status=required_text(values, "status"),
+            reason=required_text(values, "reason"),
+            outcome=required_text(values, "outcome"),
+            num_ok=required_count(values, "num_ok"),
+            num_trials=required_count(values, "num_trials"),
             step_time_s=number_in(values, "step_time_s"),
             step_time_low_s=number_in(values, "step_time_low_s"),
             step_time_high_s=number_in(values, "step_time_high_s"),
@@ -150,8 +155,8 @@ class CellRow:
             ratio_high=number_in(values, "ratio_high"),
             verdict=text_in(values, "verdict"),
             verdict_reason=text_in(values, "verdict_reason"),
-            caveats=text_in(values, "caveats") or "",
-            citation=text_in(values, "citation") or "",
+            caveats=required_text(values, "caveats"),
+            citation=required_text(values, "citation"),
             values=values,
         )
 
@@ -237,7 +242,7 @@ class Analysis:
             )
         if found := self.compared(cell_id, other_id):
             return found
-        pairs = [*pairs_with_baseline(self.pool), Pair(a=other, b=cell)]
+        pairs = [*pairs_with_baseline(self.pool, self.baseline), Pair(a=other, b=cell)]
         return self._judged(pairs)[-1]
 
     def _judged(self, pairs: Sequence[Pair]) -> list[ComparedPair]:

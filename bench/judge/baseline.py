@@ -56,14 +56,12 @@ def _twins(pool: Pool) -> list[tuple[Cell, Cell]]:
     return found
 
 
-def pairs_with_baseline(pool: Pool, baseline: str = "") -> list[Pair]:
+def pairs_with_baseline(pool: Pool, baseline: str) -> list[Pair]:
     """Every cell with the one of the baseline, which differs in the backend alone.
 
-    The baseline is the run's own by default. If a run has more twins than one, the others are
-    compared too.
+    If a run has more twins than one, the others are compared too.
     """
     run = pool.first
-    baseline = baseline or baseline_of(run.manifest)
     found: list[Pair] = []
     for backend in dict.fromkeys(cell.backend for cell in run.cells.values()):
         if backend == baseline or backend in REFERENCES:
@@ -104,7 +102,7 @@ def interim_analysis(
     pool = Pool(runs=(run,))
     control = control_of(pool)
     measured = None
-    pairs = pairs_with_baseline(pool)
+    pairs = pairs_with_baseline(pool, baseline_of(manifest))
     if control is not None and control.time is not None:
         measured = control.time
         pairs.append(Pair(a=control.a, b=control.b, name="A/A"))

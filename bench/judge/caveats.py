@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from bench.formatting import plural, scientific, size, some
 from bench.judge import samples
 from bench.judge.as_benched import AS_BENCHED, as_benched
 from bench.judge.baseline import percent, widest
+from bench.judge.evidence import CellEvidence
 from bench.judge.formulas import layout_of, not_covered
 from bench.judge.loading import Run
 from bench.judge.pairs import ComparedPair, Pair, judge_pairs
@@ -128,12 +129,7 @@ def _of_cell(run: Run, cell_id: str) -> Iterator[Finding]:
     if evidence.barred:
         topic = "gates" if evidence.is_wrong else "machine"
         yield finding(Level.WARNING, topic, f"not comparable: {'; '.join(evidence.barred)}")
-    for (status, reason), count in evidence.failures.items():
-        why = reason or "no reason was recorded"
-        text = f"{count} of {plural(evidence.num_trials, 'trial')} ended {status}: {why}"
-        level = Level.WARNING
-        if status == Status.UNSUPPORTED:
-            level = Level.NOTE
+    for level, text in _failed_trials(evidence):
         yield finding(level, "trials", text)
     if cell.world.caveat:
         yield finding(Level.NOTE, "link", cell.world.caveat)
@@ -146,6 +142,18 @@ def _of_cell(run: Run, cell_id: str) -> Iterator[Finding]:
         yield finding(Level.NOTE, "bytes", text)
     for level, topic, text in _of_backend(run, cell_id):
         yield finding(level, topic, text)
+
+
+def _failed_trials(evidence: CellEvidence) -> Iterator[tuple[Level, str]]:
+    """How many trials of a cell failed alike, and why."""
+    for (status, reason), count in evidence.failures.items():
+        why = reason
+        if not why:
+            why = "no reason was recorded"
+        level = Level.WARNING
+        if status == Status.UNSUPPORTED:
+            level = Level.NOTE
+        yield level, f"{count} of {plural(evidence.num_trials, 'trial')} ended {status}: {why}"
 
 
 def _not_covered(run: Run, cell_id: str) -> str:
@@ -502,17 +510,22 @@ def _verdicts(run: Run, rows: Sequence[ComparedPair]) -> Iterator[Finding]:
     elif ended:
         yield good(topic, f"ended by {ended}")
     counts = Counter(row.verdict for row in rows)
-    parts = []
-    for verdict in Verdict:
-        if counts[verdict]:
-            parts.append(f"{counts[verdict]} {verdict}")
-    text = ", ".join(parts) or "none"
+    text = "none"
     if rows:
-        text = f"against {rows[0].a.backend}: {text}"
+        text = f"against {rows[0].a.backend}: {_counts_text(counts)}"
     level = Level.GOOD
     if counts[Verdict.AMBIGUOUS]:
         level = Level.WARNING
     yield Finding(level, topic, text)
+
+
+def _counts_text(counts: Mapping[Verdict, int]) -> str:
+    """How many verdicts there are of each kind: ``3 slower, 1 ambiguous``."""
+    parts = []
+    for verdict in Verdict:
+        if verdict in counts:
+            parts.append(f"{counts[verdict]} {verdict}")
+    return ", ".join(parts)
 
 
 def _bare_loops(run: Run) -> Iterator[Finding]:
@@ -570,7 +583,7 @@ def ways_of_bf16(shown: Sequence[tuple[Manifest, Cell]]) -> list[str]:
         if cell.precision is not Precision.BF16 or cell.backend == REFERENCE:
             continue
         about = manifest.backends.get(cell.backend, {})
-        way = about.get("bf16_as") or "a way that was not stored"
+        way = about.get("bf16_as", "a way that was not stored")
         name = cell.backend
         if not is_one_run:
             name += f" of {manifest.run_id}"

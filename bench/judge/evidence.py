@@ -115,17 +115,14 @@ class EvidenceByCell:
         if not trials:
             raise ValueError(f"the run has no cell {cell.cell_id}")
         good: list[TrialRow] = []
-        bad: list[TrialRow] = []
         failures: Counter[tuple[str, str]] = Counter()
         for row in trials:
             if row.status is Status.OK:
                 good.append(row)
-                continue
-            bad.append(row)
-            if row.status is not Status.INVALID:
+            elif row.status is not Status.INVALID:
                 failures[str(row.status), row.reason] += 1
         gates = self._failed_gates(cell, trials)
-        worst = _worst(bad or trials)
+        worst = _worst(trials)
         disturbed = tuple(restless(good))
         wrong_results: list[str] = []
         for told, is_wrong in gates.items():
@@ -166,7 +163,10 @@ class EvidenceByCell:
             wrong = self._wrong_steps(cell, row)
             is_invalid = row.status is Status.INVALID
             if is_invalid or (row.status is Status.OK and wrong):
-                told = self._failures.get(row.key, (row.reason or wrong,))
+                reason = row.reason
+                if not reason:
+                    reason = wrong
+                told = self._failures.get(row.key, (reason,))
                 found[told] = is_invalid or cell.world.is_timed
         return found
 
@@ -206,9 +206,12 @@ class EvidenceByCell:
 
 
 def _worst(rows: Sequence[TrialRow]) -> TrialRow:
-    """The first invalid trial, or the first if none is."""
+    """The first invalid trial; if there is none, the first that is not ok; else the first."""
     for row in rows:
         if row.status is Status.INVALID:
+            return row
+    for row in rows:
+        if row.status is not Status.OK:
             return row
     return rows[0]
 
@@ -241,7 +244,7 @@ def restless(trials: Sequence[TrialRow]) -> list[str]:
     reasons: set[str] = set()
     num_slowed = num_watched = num_shared = 0
     for row in trials:
-        lowered = set((row.clock_slowdowns or "").split(",")) - COOL - {""}
+        lowered = row.slowdown_reasons - COOL
         reasons |= lowered
         if lowered:
             num_slowed += 1

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from types import MappingProxyType
 
 from bench.grouping import grouped
 from bench.judge.columns import WORK
@@ -131,7 +132,9 @@ NONE = (0, 0)
 
 
 def fill(
-    tables: Tables, records: Sequence[TrialRecord] = (), peaks: Mapping[str, int] | None = None
+    tables: Tables,
+    records: Sequence[TrialRecord] = (),
+    peaks: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[Tables, dict[str, list[str]]]:
     """Add the expected collectives to every successful trial that counted them.
 
@@ -142,7 +145,7 @@ def fill(
     not expected has 0 expected calls. Without a formula (a plug-in backend, a model of unknown
     layout) the columns stay empty.
     """
-    settings, predicted = settings_of(records), peaks or {}
+    settings = settings_of(records)
     layouts = {record.cell_id: record.layout for record in records if record.layout is not None}
     counted = grouped(((row.cell_id, row.repeat), row) for row in tables.collective_rows)
     tracked = grouped(((row.cell_id, row.repeat), row) for row in tables.memory_rows)
@@ -154,7 +157,9 @@ def fill(
         cell, cell_id = trial.cell, trial.cell.cell_id
         if not _may_count(trial) or (cell.device is Device.CUDA and cell_id not in watched):
             continue
-        layout = layouts.get(cell_id) or layout_of(cell)
+        layout = layouts.get(cell_id)
+        if layout is None:
+            layout = layout_of(cell)
         given = settings.get(cell_id, NO_SETTINGS)
         if layout is None or (expectation := expect(cell, layout, settings=given)) is None:
             continue
@@ -163,7 +168,7 @@ def fill(
             filled.append(row)
             found += _unlike(row)
         sizes = {row.category: row.bytes for row in tracked.get(trial.key, [])}
-        for category, size, should in _memory(sizes, cell, layout, predicted.get(cell_id), given):
+        for category, size, should in _memory(sizes, cell, layout, peaks.get(cell_id), given):
             memory.append(MemoryRow(cell_id, trial.repeat, category, size, should))
             if category != PEAK and size != should:
                 found.append(f"{_what(category)}: {size} bytes, not {should}")

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from types import MappingProxyType
 
 from bench.backends.base import Lossy
 from bench.formatting import beyond, plural
@@ -207,7 +208,9 @@ cells are compared, is what is checked here.
 
 
 def judge(
-    tables: Tables, records: Sequence[TrialRecord] = (), peaks: Mapping[str, int] | None = None
+    tables: Tables,
+    records: Sequence[TrialRecord] = (),
+    peaks: Mapping[str, int] = MappingProxyType({}),
 ) -> Tables:
     """Fill in expected values, and set ``status`` and ``reason`` of trials that fail a gate.
 
@@ -284,8 +287,9 @@ def known_defect(
     update_causes: str | None,
 ) -> str:
     """The documented defect of a backend, if it alone makes a trial or cell invalid; else empty."""
-    causes = (update_causes or "").split(",")
-    if status != Status.INVALID or failed_gates != Gate.UPDATE or DEFECT not in causes:
+    if status != Status.INVALID or failed_gates != Gate.UPDATE or update_causes is None:
+        return ""
+    if DEFECT not in update_causes.split(","):
         return ""
     return _defect_of_backend(manifest, backend)
 
@@ -300,7 +304,9 @@ def defect_of_record(manifest: Manifest | None, record: TrialRecord) -> str:
     cell, update = record.cell, record.update
     if manifest is None or update is None or record.status is not Status.OK:
         return ""
-    scale = update.unclipped_scale or update.scale
+    scale = update.unclipped_scale
+    if scale is None:  # the cell does not clip
+        scale = update.scale
     found = explain_update(known(scale), known(update.residual), cell.accumulate, cell.world_size)
     if DEFECT not in found.causes:
         return ""
@@ -324,7 +330,9 @@ def failures(row: TrialRow, deviation: Deviation | None) -> list[Failure]:
         text = f"forward and backward are not those of the plain model: {row.other_work}"
         found.append(Failure(Gate.WORK, text))
     found += _optimizer_failures(row)
-    update = _update_failures(row, limits) or _tensor_failures(row, limits)
+    update = _update_failures(row, limits)
+    if not update:
+        update = _tensor_failures(row, limits)
     loss = _loss_failure(row, deviation, limits)
     follows = bool(update) and deviation is not None and _explains(row, deviation, limits)
     if loss is not None and not follows:

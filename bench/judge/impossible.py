@@ -32,9 +32,12 @@ def _too_fast(row: TrialRow) -> Iterator[str]:
     seconds, rate = row.step_time_s, row.facts.matmul_capacity
     if seconds is None or rate is None:
         return
-    what, flops = "its matrix products alone", row.facts.product_flops or 0.0
     if row.facts.model_flops is not None:
         what, flops = "the model's FLOPs", row.facts.model_flops
+    elif row.facts.product_flops is not None:
+        what, flops = "its matrix products alone", row.facts.product_flops
+    else:
+        return
     share = flops / (rate * seconds)
     if share > UTILISATION:
         yield (

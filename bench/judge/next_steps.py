@@ -161,7 +161,7 @@ def again(run: Run, **options: object) -> str:
     given: dict[str, object] = {"--matrix": matrix.source}
     if is_shipped:
         given["--matrix"] = matrix.name
-    classes = {name: about.get("class") or name for name, about in manifest.backends.items()}
+    classes = {name: about.get("class", name) for name, about in manifest.backends.items()}
     for key, option in matrix.places.items():
         value = matrix.values[key]
         follows_from_others = not option.startswith("--") or option == "--alone" or value == "auto"

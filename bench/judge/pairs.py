@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from types import MappingProxyType
 
 import pandas as pd
 
@@ -151,7 +152,7 @@ def judge_pairs(
     b: Pool,
     pairs: Sequence[Pair],
     *,
-    thresholds: Mapping[str, float] | None = None,
+    thresholds: Mapping[str, float] = MappingProxyType({}),
     margin: float = MARGIN,
     control: Interval | None = None,
 ) -> list[ComparedPair]:
@@ -164,7 +165,6 @@ def judge_pairs(
     is not, tested like a difference, is below 5 %; peak memory is if it is in bytes. A time that is
     not comparable, or has failed trials, is never certain.
     """
-    limits = thresholds or {}
     ours = [run.evidence for run in a.runs]
     theirs = ours
     if a is not b:
@@ -184,11 +184,11 @@ def judge_pairs(
             unjudged.append(_between_days(a, b, sides, control, margin))
     judged = judge_all(unjudged)
     slower = [False] * len(pairs)
-    if SLOWER in limits:
-        slower = _certainly_slower(a, b, every, judged, limits[SLOWER])
+    if SLOWER in thresholds:
+        slower = _certainly_slower(a, b, every, judged, thresholds[SLOWER])
     rows: list[ComparedPair] = []
     for pair, sides, found, is_slower in zip(pairs, every, judged, slower, strict=True):
-        rows.append(_compared(pair, *sides.shown, found, is_slower, limits))
+        rows.append(_compared(pair, *sides.shown, found, is_slower, thresholds))
     return rows
 
 
@@ -372,7 +372,7 @@ def record(row: ComparedPair) -> dict[str, object]:
             "high": row.time.high,
             "num_trials": row.time.num_trials,
             "paired": row.time.paired,
-            "num_runs": len(row.time.runs) or 1,
+            "num_runs": row.time.num_runs,
             "next_low": row.time.next_low,
             "next_high": row.time.next_high,
             "no_interval": row.time.reason,

@@ -65,7 +65,7 @@ class Pool:
     def notes(self) -> list[str]:
         """What the runs do not share although they are pooled, in sentences without a full stop."""
         found = []
-        commits = dict.fromkeys((run.manifest.git.commit or "unknown")[:12] for run in self.runs)
+        commits = dict.fromkeys(_commit(run) for run in self.runs)
         if len(commits) > 1:
             found.append(f"the runs are of different commits of the bench: {', '.join(commits)}")
         alone: dict[str, str] = {}
@@ -77,6 +77,14 @@ class Pool:
             text = f"left out, since not all runs have them: {some(list(alone.values()))}"
             found.append(text)
         return found
+
+
+def _commit(run: Run) -> str:
+    """The beginning of the commit of the bench."""
+    commit = run.manifest.git.commit
+    if commit is None:
+        return "unknown"
+    return commit[:12]
 
 
 def load_pool(places: Sequence[Path]) -> Pool:
@@ -121,7 +129,7 @@ def _difference(a: Run, b: Run) -> str:
     for what, of in CLASS.items():
         ours, theirs = of(a.manifest), of(b.manifest)
         if ours != theirs:
-            return f"its {what} is {theirs or 'unknown'}, and the first one's {ours or 'unknown'}"
+            return f"its {what} is {_in_words(theirs)}, and the first one's {_in_words(ours)}"
     missing = _lacking(a, b)
     if missing:
         return f"it has no cell {missing}"
@@ -129,6 +137,13 @@ def _difference(a: Run, b: Run) -> str:
     if added:
         return f"the first one has no cell {added}"
     return ""
+
+
+def _in_words(value: object) -> str:
+    """A value of CLASS, which a run may not have stored."""
+    if value is None or value == "":
+        return "unknown"
+    return str(value)
 
 
 def _lacking(run: Run, other: Run) -> str:
@@ -140,6 +155,8 @@ def _lacking(run: Run, other: Run) -> str:
 
 
 def _gpus(manifest: Manifest) -> str:
+    if not manifest.machine.gpus:
+        return "none"
     counts = Counter(gpu.name for gpu in manifest.machine.gpus)
     return ", ".join(f"{count} x {name}" for name, count in counts.items())
 

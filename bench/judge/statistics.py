@@ -99,6 +99,13 @@ class Interval:
     """Where the next run's ratio falls in 95 of 100 cases; None with fewer than MIN_RUNS runs."""
 
     @property
+    def num_runs(self) -> int:
+        """How many runs the ratio is of."""
+        if not self.runs:
+            return 1
+        return len(self.runs)
+
+    @property
     def reason(self) -> str:
         """Why there is no interval, as from ``too_few``; empty if there is one."""
         if self.low is not None:

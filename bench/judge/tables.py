@@ -213,6 +213,13 @@ def text_in(row: Mapping[str, Value], name: str) -> str | None:
     return str(value)
 
 
+def required_text(row: Mapping[str, Value], name: str) -> str:
+    """The text in a column that has one in every row."""
+    text = text_in(row, name)
+    assert text is not None, f"{name} is never missing"
+    return text
+
+
 def number_in(row: Mapping[str, Value], name: str) -> float | None:
     """The number in a column."""
     value = row[name]
@@ -227,6 +234,13 @@ def count_in(row: Mapping[str, Value], name: str) -> int | None:
     if value is None:
         return None
     return int(value)
+
+
+def required_count(row: Mapping[str, Value], name: str) -> int:
+    """The integer in a column that has one in every row."""
+    count = count_in(row, name)
+    assert count is not None, f"{name} is never missing"
+    return count
 
 
 @dataclass
@@ -437,9 +451,10 @@ def _add_rates(row: TrialRow, record: TrialRecord, seconds: float, manifest: Man
     if not record.flops_per_step:
         return
     rate = record.flops_per_step / seconds
-    peak = peak_flops(record.device_name or "", cell.precision)
-    if peak:
-        row.mfu = rate / (peak * cell.world_size)
+    if record.device_name is not None:
+        peak = peak_flops(record.device_name, cell.precision)
+        if peak is not None:
+            row.mfu = rate / (peak * cell.world_size)
     row.facts.model_flops = record.flops_per_step
     if measured is not None and (products := measured.flops_per_s.get(cell.precision)):
         row.mfu_of_matmul = rate / math.fsum(products)
@@ -469,8 +484,9 @@ def _add_gpus(
     others = _of_all(gpu.other_processes for gpu in gpus)
     if others:
         row.foreign_gpu_processes = int(sum(others))
-    if gpus and all(gpu.slowdowns is not None for gpu in gpus):
-        row.clock_slowdowns = ",".join(_slowdowns(gpus))
+    slowdowns = _slowdowns(gpus)
+    if gpus and slowdowns is not None:
+        row.clock_slowdowns = ",".join(slowdowns)
 
 
 def _of_all(numbers: Iterable[float | None]) -> list[float]:
@@ -483,12 +499,17 @@ def _of_all(numbers: Iterable[float | None]) -> list[float]:
     return found
 
 
-def _slowdowns(gpus: Sequence[GpuSummary]) -> list[str]:
-    """The reasons for which some GPU's clock was lowered in a good part of the samples."""
+def _slowdowns(gpus: Sequence[GpuSummary]) -> list[str] | None:
+    """The reasons for which some GPU's clock was lowered in a good part of the samples.
+
+    None if they are unknown of a GPU.
+    """
     found: set[str] = set()
     for gpu in gpus:
-        for name in gpu.slowdowns or ():
-            if (gpu.throttle or {})[name] >= SLOWED_SHARE:
+        if gpu.slowdowns is None or gpu.throttle is None:
+            return None
+        for name in gpu.slowdowns:
+            if gpu.throttle[name] >= SLOWED_SHARE:
                 found.add(name)
     return sorted(found)
 
@@ -513,8 +534,10 @@ def _loss_rows(record: TrialRecord) -> list[LossRow]:
 
 
 def _collective_rows(record: TrialRecord) -> list[CollectiveRow]:
+    if record.collectives is None:
+        return []
     found = []
-    for seen in record.collectives or ():
+    for seen in record.collectives:
         row = CollectiveRow(
             cell_id=record.cell_id,
             repeat=record.repeat,
@@ -530,9 +553,10 @@ def _collective_rows(record: TrialRecord) -> list[CollectiveRow]:
 
 def _memory_rows(record: TrialRecord) -> list[MemoryRow]:
     sizes: dict[str, int] = {}
-    for name, size in (record.memory or {}).items():
-        if "retries" not in name:
-            sizes[f"tracked_{name}"] = size
+    if record.memory is not None:
+        for name, size in record.memory.items():
+            if "retries" not in name:
+                sizes[f"tracked_{name}"] = size
     if record.time is not None and record.time.cuda_memory:
         peaks = record.time.cuda_memory
         for name in ("allocated", "active", "reserved"):

@@ -84,18 +84,18 @@ class Column:
 
     def shown(self, value: object) -> str:
         """A value as a table shows it; None is unknown."""
-        if value is None:
+        if value is None or value == "":
             return DASH
         if self.dtype == "boolean":
             return "yes" if value else "no"
         if isinstance(value, str):
-            return value or DASH
+            return value
         assert isinstance(value, int | float), "other columns hold numbers"
         if self.unit == "B":
             return size(float(value))
         if self.dtype == "Int64":
             return format(int(value), self.form)
-        return format(float(value), self.form or "g")
+        return format(float(value), self.form)
 
     def phrase(self, value: object) -> str:
         """A value as a title or sentence shows it; None is unknown."""
@@ -116,7 +116,7 @@ SPEED, MEMORY, COMMUNICATION, CORRECTNESS, SEMANTICS = (
 )
 """Keys of the page's sections."""
 text, flag = partial(Column, "string", ""), partial(Column, "boolean", "")
-number, count = partial(Column, "Float64"), partial(Column, "Int64")
+number, count = partial(Column, "Float64", form="g"), partial(Column, "Int64")
 _SHARE = ", including the optimizer step's share"
 _cost = partial(number, form=".3g", over=Over.MEDIAN, section=SPEED)
 _exposure = partial(number, "s", form=".3g", over=Over.MEDIAN, section=COMMUNICATION)
@@ -508,6 +508,13 @@ class TrialRow:
     def key(self) -> tuple[str, int]:
         """What identifies the trial within its run."""
         return self.cell.cell_id, self.repeat
+
+    @property
+    def slowdown_reasons(self) -> frozenset[str]:
+        """The reasons in ``clock_slowdowns``; none if they are unknown."""
+        if not self.clock_slowdowns:
+            return frozenset()
+        return frozenset(self.clock_slowdowns.split(","))
 
     @property
     def virtual_world_size(self) -> int | None:

@@ -160,7 +160,7 @@ class Comparison:
             return ""
         if self.allows_for_days:
             return ACROSS_DAYS
-        words = scope_words(len(self.time.runs) or 1)
+        words = scope_words(self.time.num_runs)
         if self.may_differ:
             words += MAY_DIFFER
         return words
@@ -269,7 +269,7 @@ def _obstacle(a: CellEvidence, b: CellEvidence) -> Obstacle | None:
         (Reason.ACCUMULATION, a.accumulation_dtype, b.accumulation_dtype),
     ):
         if ours != theirs:
-            text = f"{a.label} has {ours or 'none'}, {b.label} has {theirs or 'none'}"
+            text = f"{a.label} has {ours}, {b.label} has {theirs}"
             return Obstacle(reason, (text,))
     if found := (*a.obstacles, *b.obstacles):
         reason = Reason.DISTURBED
