@@ -245,6 +245,7 @@ def _engine(inner: ConfigPart) -> DeepSpeedConfig:
         clip=threshold,
         stage=inner.at("zero_stage").zero_stage(default=DEFAULT_STAGE),
         offload=inner.at("offload_optimizer_device").string() not in {None, NONE},
+        is_known=not inner.unknown,
     )
 
 
