@@ -213,9 +213,11 @@ def facts_of(
     says.
     """
     found = {key: value for key, value in values.items() if value is not None}
-    for name, config in (configs or {}).items():
+    if configs is None:
+        return TrainingFacts(found)
+    for name, config in configs.items():
         found.update(_flat(name, config))
-    return TrainingFacts(found, frozenset(configs or ()))
+    return TrainingFacts(found, frozenset(configs))
 
 
 def _flat(prefix: str, config: Mapping[str, object]) -> Iterator[tuple[str, object]]:

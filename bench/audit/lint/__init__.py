@@ -111,7 +111,10 @@ def _nothing_known(paths: Sequence[Path], files: Sequence[Path], options: LintOp
     found = f"{paths[0]}: none of {len(files)} files is of a kind that lint knows"
     if len(files) == 1:
         found = options.unknown[0]
-    return f"{found}; {options.how_composed or f'give {EXPECTED}'}"
+    advice = f"give {EXPECTED}"
+    if options.composed:
+        advice = options.how_composed
+    return f"{found}; {advice}"
 
 
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
@@ -187,12 +190,20 @@ def _of_commands(commands: Sequence[LaunchCommand], options: LintOptions) -> Ite
         if command.has_unknown_options:
             _leave_open(config)
         _find_in_folder(config, command.folder)
-        ranks = options.world_size or command.ranks
         launch = _launch_config(command)
-        says_ranks = command.launch.at("num_processes").given
-        if ranks is None and launch is not None and not says_ranks:
-            ranks = accelerate_rules.world_size(launch, options)
+        ranks = _ranks(command, launch, options)
         yield _Training(config, replace(options, world_size=ranks), launch, command.program)
+
+
+def _ranks(command: LaunchCommand, launch: ConfigPart | None, options: LintOptions) -> int | None:
+    """Ranks as lint is told, else as the command says, else the config of accelerate it names."""
+    if options.world_size is not None:
+        return options.world_size
+    if command.ranks is not None:
+        return command.ranks
+    if launch is None or command.launch.at("num_processes").given:
+        return None
+    return accelerate_rules.world_size(launch, options)
 
 
 def _find_in_folder(config: Config, folder: str) -> None:

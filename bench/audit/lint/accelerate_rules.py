@@ -6,14 +6,14 @@ Measured with accelerate 1.15.0.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.audit.lint import deepspeed_config
-from bench.audit.lint.config_file import AUTO, ConfigPart
+from bench.audit.lint.config_file import AUTO, ConfigPart, put
 from bench.audit.lint.deepspeed_config import DeepSpeedConfig, deepspeed_keys, deepspeed_part
-from bench.audit.lint.hugging_face_rules import SameValue, TrainerArguments
+from bench.audit.lint.hugging_face_rules import DEFAULT_CLIP, SameValue, TrainerArguments
 from bench.audit.lint.known_keys import Keys, known_keys, repeated_keys
 from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.proof import AUDIT
@@ -117,12 +117,9 @@ def overruled(root: ConfigPart, launch: ConfigPart) -> ConfigPart:
     root.at("deepspeed_config").mapping()
     given = root.renamed({key: key for key in root.names_here})
     for key in _options(launch):
-        above, _, name = key.rpartition(".")
-        values = given.values
-        if above:
-            values[above] = dict(values.get(above) or {})
-            values = values[above]
-        values[name] = OPTION
+        *above, name = key.split(".")
+        if not given.under(*above).unknown:
+            put(given.values, (*above, name), OPTION)
     if kind := _kind(launch):
         given.values["distributed_type"] = kind
     return given
@@ -131,7 +128,7 @@ def overruled(root: ConfigPart, launch: ConfigPart) -> ConfigPart:
 def world_size(root: ConfigPart, options: LintOptions) -> int | None:
     """Ranks: ``num_processes`` counts those of all machines."""
     processes = root.at("num_processes").integer(least=-1)
-    if options.world_size or processes is None or processes <= 0:
+    if options.world_size is not None or processes is None or processes <= 0:
         return options.world_size
     return processes
 
@@ -171,13 +168,13 @@ def subjects(
         )
         engine = dataclasses.replace(engine, is_known=False)
     yield AccelerateDeepSpeed(root, inner, given, engine, options, ranks, trainer)
-    n = engine.accumulate
+    n = engine.n
     arguments = None
     if trainer is not None:
         arguments = TrainerArguments(trainer, options)
-        same = list(_same_values(arguments, engine))
-        n = _said_twice(same) or n
-        yield from same
+        if _says_accumulate(arguments):
+            n = arguments.accumulate
+        yield from _same_values(arguments, engine)
     if given is not None and not given.at(N).given:
         n = 1  # accelerate sets it
     if not engine.is_known:
@@ -185,7 +182,7 @@ def subjects(
     place, dtype = _precision(root, arguments)
     yield GradientSum(
         engine.with_dtypes([dtype]),
-        n or 1,
+        n,
         options,
         ranks,
         place,
@@ -210,26 +207,28 @@ def _precision(root: ConfigPart, arguments: TrainerArguments | None) -> tuple[Co
     return root.at("deepspeed_config"), ""
 
 
-def _same_values(arguments: TrainerArguments, engine: DeepSpeedConfig) -> Iterator[SameValue]:
-    """What accelerate's config and TrainingArguments both say.
+def _says_accumulate(arguments: TrainerArguments) -> bool:
+    """Whether TrainingArguments say N, be it by their default.
 
     A command that leaves it out may be of a program that asks accelerate for it.
     """
-    is_config = Path(arguments.part.file).suffix in CONFIG_SUFFIXES
-    is_default = is_config and not arguments.part.at(N).unknown
-    if is_default or arguments.known_accumulate:
+    if arguments.known_accumulate is not None:
+        return True
+    return _is_in_config(arguments) and not arguments.part.at(N).unknown
+
+
+def _is_in_config(arguments: TrainerArguments) -> bool:
+    """Whether a config has TrainingArguments, and not a command."""
+    return Path(arguments.part.file).suffix in CONFIG_SUFFIXES
+
+
+def _same_values(arguments: TrainerArguments, engine: DeepSpeedConfig) -> Iterator[SameValue]:
+    """What accelerate's config and TrainingArguments both say."""
+    if _says_accumulate(arguments):
         yield SameValue(engine.part.at(N), arguments.accumulate, N)
-    has_clip = is_config or arguments.part.at("max_grad_norm").given
+    has_clip = _is_in_config(arguments) or arguments.part.at("max_grad_norm").given
     if engine.clip and has_clip:  # accelerate drops a threshold of 0
         yield SameValue(engine.part.at("gradient_clipping"), arguments.clip, "max_grad_norm")
-
-
-def _said_twice(same: Iterable[SameValue]) -> int | None:
-    """N as TrainingArguments has it; None where it is not said twice."""
-    for each in same:
-        if each.name == N and each.value:
-            return int(each.value)
-    return None
 
 
 def _engine(inner: ConfigPart) -> DeepSpeedConfig:
@@ -237,9 +236,6 @@ def _engine(inner: ConfigPart) -> DeepSpeedConfig:
     clip, threshold = inner.at("gradient_clipping"), None
     if clip.value != NONE:
         threshold = clip.number(also=AUTO)
-    stage = inner.at("zero_stage").zero_stage()
-    if stage is None:
-        stage = DEFAULT_STAGE
     return DeepSpeedConfig(
         # Its keys are DeepSpeed's only in part; none of them is one that rules about sums look up.
         part=inner,
@@ -247,8 +243,9 @@ def _engine(inner: ConfigPart) -> DeepSpeedConfig:
             most=LARGEST_ACCUMULATE, also=AUTO
         ),
         clip=threshold,
-        stage=stage,
+        stage=inner.at("zero_stage").zero_stage(default=DEFAULT_STAGE),
         offload=inner.at("offload_optimizer_device").string() not in {None, NONE},
+        is_known=not inner.unknown,
     )
 
 
@@ -370,9 +367,10 @@ def _silent_clip(both: AccelerateDeepSpeed) -> Iterator[Found]:
     elif both.engine.clip == 0:
         what = "accelerate drops a gradient_clipping of 0, and DeepSpeed then clips to norm 1.0"
         if both.trainer is not None:
-            what += (
-                f"; max_grad_norm {both.trainer.at('max_grad_norm').value or 1.0} is ignored too"
-            )
+            max_norm = both.trainer.at("max_grad_norm").value
+            if max_norm is None:
+                max_norm = DEFAULT_CLIP
+            what += f"; max_grad_norm {max_norm} is ignored too"
         yield Found(place, what, f"remove gradient_clipping, and {nothing}", same)
 
 
@@ -384,15 +382,13 @@ def _silent_clip(both: AccelerateDeepSpeed) -> Iterator[Found]:
     "GAS03",
 )
 def _underweighted(both: AccelerateDeepSpeed) -> Iterator[Found]:
-    n, micro, ranks = (
-        both.engine.accumulate or 1,
-        both.options.batch_size or both.engine.micro_batch,
-        both.num_ranks,
-    )
+    n, ranks = both.engine.n, both.num_ranks
+    micro = both.engine.micro_batch_with(both.options)
     if not both.is_script or n == 1:
         return
     plan = both.options.windows(n, micro, ranks, drop_last=both.engine.drop_last)
     if plan is not None and (tail := plan.partial_window):
+        assert micro is not None and ranks is not None  # there is no plan without them
         yield Found(
             both.accumulate,
             f"{plan.micro_batches_per_epoch} micro-batches per epoch and rank leave {tail} after "
@@ -401,7 +397,7 @@ def _underweighted(both: AccelerateDeepSpeed) -> Iterator[Found]:
             f"by {n}, so the last "
             f"step has {tail}/{n} of the mean gradient; with another loader, DeepSpeed carries "
             "them over",
-            f"make the samples a multiple of {(micro or 0) * n * (ranks or 0)}",
+            f"make the samples a multiple of {micro * n * ranks}",
             f"{ACCELERATOR} backward divides by gradient_accumulation_steps in every window",
             Level.NOTE,
         )

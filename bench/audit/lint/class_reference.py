@@ -26,10 +26,18 @@ def class_name(part: ConfigPart) -> str:
     """
     for name in NAMES:
         if name in part.names_here:
-            return (part.at(name).string() or "").rpartition(".")[2]
-    if isinstance(part.value, dict) or part.unknown or not part.given:
+            return _last_of_dotted(part.at(name))
+    if isinstance(part.value, dict):
         return ""
-    return (part.string() or "").rpartition(".")[2]
+    return _last_of_dotted(part)
+
+
+def _last_of_dotted(place: ConfigPart) -> str:
+    """The last part of a dotted name; empty if there is none, or it is not known here."""
+    name = place.string()
+    if name is None:
+        return ""
+    return name.rpartition(".")[2]
 
 
 def arguments(part: ConfigPart) -> ConfigPart:

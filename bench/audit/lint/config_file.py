@@ -9,7 +9,8 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from types import MappingProxyType
+from typing import Any, NoReturn, overload
 
 import yaml
 from yaml.constructor import ConstructorError
@@ -58,8 +59,8 @@ class Repeated:
 class ConfigPart:
     """The part of a config file under a path of keys; it may be missing.
 
-    ``checked`` and the methods below it raise InputError for a wrong value. They return None if it
-    is missing, the word ``also``, or not known here.
+    ``checked`` and the methods below it raise InputError for a wrong value. They return None, or
+    the default that they are given, if it is missing, the word ``also``, or not known here.
     """
 
     file: str
@@ -146,7 +147,7 @@ class ConfigPart:
         return []
 
     def renamed(
-        self, places: Mapping[str, str], defaults: Mapping[str, Any] | None = None
+        self, places: Mapping[str, str], defaults: Mapping[str, Any] = MappingProxyType({})
     ) -> ConfigPart:
         """The same values under other dotted keys.
 
@@ -165,14 +166,14 @@ class ConfigPart:
             path = tuple(key.split("."))
             names[path] = part.key
             if part.given:
-                _put(values, path, part.value)
+                put(values, path, part.value)
                 lines |= {
                     path + place[len(part.path) :]: line for place, line in part._lines_below()
                 }
-        for key, default in (defaults or {}).items():
+        for key, default in defaults.items():
             path = tuple(key.split("."))
             if ConfigPart(self.file, values, {}, path).value is None:
-                _put(values, path, default)
+                put(values, path, default)
         return ConfigPart(self.file, values, lines, (), names, self.repeated)
 
     def _lines_below(self) -> Iterator[tuple[KeyPath, int]]:
@@ -207,7 +208,25 @@ class ConfigPart:
         self.checked(lambda value: isinstance(value, dict), "a mapping")
         return self
 
-    def integer(self, least: int = 1, most: int = LARGEST, also: str | None = None) -> int | None:
+    @overload
+    def integer(
+        self, least: int = 1, most: int = LARGEST, also: str | None = None
+    ) -> int | None: ...
+
+    @overload
+    def integer(
+        self, least: int = 1, most: int = LARGEST, also: str | None = None, *, default: int
+    ) -> int: ...
+
+    def integer(
+        self,
+        least: int = 1,
+        most: int = LARGEST,
+        also: str | None = None,
+        *,
+        default: int | None = None,
+    ) -> int | None:
+        """An integer; the default if it is missing, not known here, or the word ``also``."""
         expected = f"an integer of at least {least}"
         if most != LARGEST:
             expected += f" and at most {most}"
@@ -218,7 +237,7 @@ class ConfigPart:
 
         value = self.checked(is_right, expected, also)
         if value is None:
-            return None
+            return default
         return int(value)
 
     def number(self, also: str | None = None) -> float | None:
@@ -246,14 +265,17 @@ class ConfigPart:
         found: str | None = self.checked(lambda value: isinstance(value, str), "a string")
         return found
 
-    def zero_stage(self, also: str | None = None) -> int | None:
-        found: int | None = self.checked(
+    def zero_stage(self, default: int, also: str | None = None) -> int:
+        """A stage of ZeRO; the default if it is missing, not known here, or the word ``also``."""
+        value = self.checked(
             lambda value: type(value) is int and 0 <= value <= 3, "0, 1, 2 or 3", also
         )
-        return found
+        if value is None:
+            return default
+        return int(value)
 
 
-def _put(values: dict[str, Any], path: KeyPath, value: Any) -> None:
+def put(values: dict[str, Any], path: KeyPath, value: Any) -> None:
     """Put a value where its path leads, without changing the mappings of a file."""
     for key in path[:-1]:
         inner = values.get(key)
@@ -295,8 +317,8 @@ def read_text(file: Path) -> str:
             content = opened.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = str(error)
-        if isinstance(error, OSError):
-            reason = error.strerror or reason
+        if isinstance(error, OSError) and error.strerror is not None:
+            reason = error.strerror
         raise NotReadError(f"{file}: cannot be read ({reason}); {advice}") from error
     if len(content) > MAX_BYTES:
         raise NoConfigError(
@@ -356,21 +378,20 @@ def _loaded(text: str, file: str, *, is_json: bool) -> ConfigPart:
     except RecursionError:
         raise NotReadError(f"{file}:1: {TOO_DEEP}") from None
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f"{file}:1"
-        if mark:
-            place = f"{file}:{mark.line + 1}"
         kind = "plain YAML"
         if is_json:
             kind = "JSON, with or without comments"
-        raise NotReadError(f"{place}: is not {kind} ({error.problem or error.context})") from error
+        line, problem = _marked(error)
+        raise NotReadError(f"{file}:{line}: is not {kind} ({problem})") from error
     except (
         yaml.YAMLError,
         ValueError,
         OverflowError,
     ) as error:  # the last two: an escape beyond Unicode
-        # A control character is the reader's error, which knows its position.
-        line = text.count("\n", 0, getattr(error, "position", None) or 0) + 1
+        position = 0
+        if isinstance(error, yaml.reader.ReaderError):  # a control character
+            position = error.position
+        line = text.count("\n", 0, position) + 1
         kind = "plain YAML"
         if is_json:
             kind = "JSON"
@@ -378,6 +399,19 @@ def _loaded(text: str, file: str, *, is_json: bool) -> ConfigPart:
             f"{file}:{line}: is not {kind} ({str(error).splitlines()[0]})"
         ) from error
     return ConfigPart(file, values, loader.lines, repeated=tuple(loader.repeated))
+
+
+def _marked(error: yaml.MarkedYAMLError) -> tuple[int, str]:
+    """The line of an error, and what is wrong there or, if that is not said, what it is part of."""
+    mark, problem = error.problem_mark, error.problem
+    if mark is None:
+        mark = error.context_mark
+    if problem is None:
+        problem = error.context
+    line = 1
+    if mark is not None:
+        line = mark.line + 1
+    return line, str(problem)
 
 
 TOO_DEEP = f"is nested more than {MAX_DEPTH} levels deep; a config must be flatter"

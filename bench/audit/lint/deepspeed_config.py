@@ -49,6 +49,19 @@ class DeepSpeedConfig:
     """Whether the config could be read; a file that is named may be elsewhere."""
 
     @property
+    def n(self) -> int:
+        """N; 1 where the config is silent or says 'auto'."""
+        if self.accumulate is None:
+            return 1
+        return self.accumulate
+
+    def micro_batch_with(self, options: LintOptions) -> int | None:
+        """Samples of a micro-batch on one rank, of which the options go before the config."""
+        if options.batch_size is not None:
+            return options.batch_size
+        return self.micro_batch
+
+    @property
     def autos(self) -> list[str]:
         """Keys whose value is 'auto'."""
         return [key for key in AUTO_KEYS if self.part.at(key).value == AUTO]
@@ -98,7 +111,7 @@ def read(part: ConfigPart) -> DeepSpeedConfig:
             most=LARGEST_ACCUMULATE, also=AUTO
         ),
         clip=part.at("gradient_clipping").number(also=AUTO),
-        stage=part.at("zero_optimization.stage").zero_stage(also=AUTO) or 0,
+        stage=part.at("zero_optimization.stage").zero_stage(default=0, also=AUTO),
         offload=offload.given and offload.at("device").string() not in {None, "none"},
         bf16=part.at(f"{_bf16_key(part)}.enabled").flag(default=False, also=AUTO),
         fp16=part.at("fp16.enabled").flag(default=False, also=AUTO),

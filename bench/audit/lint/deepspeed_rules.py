@@ -42,10 +42,29 @@ class DeepSpeedAlone:
         if "gradient_accumulation_steps" in config.autos:
             return None
         if config.batch is not None and config.micro_batch is not None:
-            if world_size:
-                return config.batch // config.micro_batch // world_size
-            return None
+            if world_size is None:
+                return None
+            return config.batch // config.micro_batch // world_size
         return 1
+
+    @property
+    def n(self) -> int:
+        """N; 1 if it is unknown, or the batch too small for a micro-batch on every rank (BAT01)."""
+        n = self.accumulate
+        if n is None or n == 0:
+            return 1
+        return n
+
+    @property
+    def micro_batch(self) -> int | None:
+        """Samples of a micro-batch, as given or as DeepSpeed infers them; None if unknown."""
+        given = self.config.micro_batch_with(self.options)
+        batch, ranks = self.config.batch, self.options.world_size
+        if given is not None or batch is None or ranks is None:
+            return given
+        if batch < self.n * ranks:  # DeepSpeed refuses it
+            return None
+        return batch // self.n // ranks
 
 
 def subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
@@ -60,9 +79,7 @@ def subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
     yield training
     # With 'auto', or without an optimizer, a program fills it up.
     is_part = bool(config.autos) or not part.at("optimizer").given
-    yield GradientSum(
-        config, training.accumulate or 1, options, options.world_size, is_part=is_part
-    )
+    yield GradientSum(config, training.n, options, options.world_size, is_part=is_part)
     if config.autos:
         _note_autos(config, training.accumulate, options)
 
@@ -97,8 +114,8 @@ def neox_subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
     is_bf16 = config.bf16 or part.at("precision").value == "bfloat16"
     config = dataclasses.replace(config, bf16=is_bf16)
     is_part = not any(part.at(key).given for key in NEOX_OWN)
-    place, n = part.at("precision"), config.accumulate or 1
-    yield GradientSum(config, n, options, None, place, is_fork=True, is_part=is_part)
+    place = part.at("precision")
+    yield GradientSum(config, config.n, options, None, place, is_fork=True, is_part=is_part)
 
 
 @rule(DeepSpeedAlone, "BAT02", "deepspeed: {train_micro_batch_size_per_gpu: null}")
@@ -188,16 +205,15 @@ def _silent_clip(training: DeepSpeedAlone) -> Iterator[Found]:
 @rule(DeepSpeedAlone, "WIN01", "deepspeed: {}, samples: 12, world_size: 2")
 def _carried(training: DeepSpeedAlone) -> Iterator[Found]:
     config, n, options = training.config, training.accumulate, training.options
-    ranks, micro = options.world_size, options.batch_size or config.micro_batch
+    ranks, micro = options.world_size, training.micro_batch
     # A config with 'auto' is for Hugging Face's Trainer, which makes the engine step at the end of
     # an epoch.
     if n is None or n <= 1 or not config.managed or config.autos:
         return
-    if micro is None and config.batch is not None and ranks:
-        micro = config.batch // n // ranks or None
     plan = options.windows(n, micro, ranks, drop_last=config.drop_last)
     if plan is None or not plan.partial_window:
         return
+    assert micro is not None and ranks is not None  # there is no plan without them
     num_batches = plan.micro_batches_per_epoch
     small = SmallRun.of(n, num_batches)
     backend = "deepspeed-zero2-eager"
@@ -213,7 +229,7 @@ def _carried(training: DeepSpeedAlone) -> Iterator[Found]:
         f"{plan.full_windows} steps after one epoch and {2 * num_batches // n} after two. "
         "Training that ends after one "
         f"epoch drops the last {plan.partial_window} micro-batches",
-        f"make the samples a multiple of {(micro or 0) * n * (ranks or 0)}, or call "
+        f"make the samples a multiple of {micro * n * ranks}, or call "
         "engine.set_gradient_accumulation_boundary(True) before the last micro-batch of an epoch",
         small.command(
             backend,

@@ -81,14 +81,13 @@ class TrainerArguments:
         if not isinstance(part.at("accelerator_config").value, str):  # JSON, or a file
             part.at("accelerator_config").mapping()
         num_steps = part.at(KWARGS).mapping().at("num_steps")
-        steps = part.at("gradient_accumulation_steps")
-        inner, outer = (
-            place.integer(most=LARGEST_ACCUMULATE, also=AUTO) for place in (num_steps, steps)
-        )
-        self.accumulate = max(outer or 1, inner or 1)
+        self.accumulate = num_steps.integer(most=LARGEST_ACCUMULATE, also=AUTO, default=1)
         """N; 1 if it is unknown."""
-        self.known_accumulate = outer
+        steps = part.at("gradient_accumulation_steps")
+        self.known_accumulate = steps.integer(most=LARGEST_ACCUMULATE, also=AUTO)
         """As given, or None."""
+        if self.known_accumulate is not None:
+            self.accumulate = max(self.accumulate, self.known_accumulate)
         self.known_micro_batch = part.at("per_device_train_batch_size").integer(also=AUTO)
         self.micro_batch = DEFAULT_MICRO
         for size in (self.known_micro_batch, options.batch_size):
@@ -96,7 +95,7 @@ class TrainerArguments:
                 self.micro_batch = size
         """Samples of a micro-batch on one rank; with split_batches, on all of them."""
         self.has_unknown_batch = steps.unknown or (
-            not options.batch_size and part.at("per_device_train_batch_size").unknown
+            options.batch_size is None and part.at("per_device_train_batch_size").unknown
         )
         """Whether another program sets N, or the micro-batch."""
         self.is_split = part.at("accelerator_config.split_batches").flag(default=False)
@@ -123,10 +122,9 @@ class TrainerArguments:
             options.want(options.samples, self.world_size, self.micro_batch)
             return 0
         # accelerate deals batches of the data set to the ranks in turn, or splits each among them.
-        ranks = 1
-        if not self.is_split:
-            ranks = self.world_size or 1
-        together = self.micro_batch * ranks
+        together = self.micro_batch
+        if self.world_size is not None and not self.is_split:
+            together *= self.world_size
         batches = ceil(options.samples, together)
         if self.part.at("dataloader_drop_last").flag(default=False):
             batches = options.samples // together
@@ -192,7 +190,7 @@ class TrainerArguments:
             for dtype, names in NAMES.items():
                 # GradScaler refuses gradients of parameters in fp16, so that training does not
                 # start.
-                is_refused = dtype == "fp16" and self.dtypes["fp16"]
+                is_refused = dtype == "fp16" and self.dtypes["fp16"] is True
                 if self.part.at(key).value in names and not (is_refused or self.makes_model):
                     return self.part.at(key), dtype
         if self.has_bf16_parameters and self.dtypes["bf16"]:
@@ -205,7 +203,7 @@ def _max_steps(place: ConfigPart) -> int:
     value = place.value
     if isinstance(value, int | float) and value < 0:
         return 0
-    return place.integer(least=0) or 0
+    return place.integer(least=0, default=0)
 
 
 @dataclass(frozen=True)
@@ -330,9 +328,11 @@ def _differ(same: SameValue) -> Iterator[Found]:
 def _missing_accumulation(missing: MissingAccumulation) -> Iterator[Found]:
     """The Trainer fills in both batch sizes with its N, and accelerate sets N to 1."""
     arguments, train = missing.arguments, missing.given.at("train_batch_size")
-    n = arguments.known_accumulate or 1
+    n = arguments.known_accumulate
+    if n is None or n == 1:
+        return
     is_filled = train.value == AUTO and missing.given.at("train_micro_batch_size_per_gpu").given
-    if n == 1 or not is_filled or arguments.part.at("auto_find_batch_size").value:
+    if not is_filled or arguments.part.at("auto_find_batch_size").value:
         return
     what = (
         f"the Trainer fills in train_batch_size with N = {n}, and accelerate sets the missing "
@@ -370,21 +370,21 @@ def _parameters_in_16_bits(arguments: TrainerArguments) -> Iterator[Found]:
     found = arguments.parameters()
     if found is None or arguments.accumulate == 1 or arguments.trains_adapter:
         return
-    is_of_engine = arguments.part.at("deepspeed").value or arguments.launch_kind == "DEEPSPEED"
-    if arguments.fsdp is not None or is_of_engine:
+    if arguments.part.at("deepspeed").value or arguments.launch_kind == "DEEPSPEED":
+        return
+    if arguments.fsdp is not None:
         return
     place, dtype = found
     fix = (
         f"load the parameters in float32 ({place.name}); bf16 or fp16 of TrainingArguments "
         "then still train in 16 bits"
     )
-    same = "print the dtype of the parameters' .grad before the first step"
     for each in in_16_bits(place, arguments.accumulate, dtype, fix):
         what = f"the parameters are in {dtype}, so under DDP and on one GPU {each.what}"
         level = None
         if not arguments.gives_dtype:
             what, level = f"if the program loads the model in this dtype, {what}", Level.NOTE
-        yield each._replace(what=what, proof=each.proof or same, level=level)
+        yield each._replace(what=what, level=level)
 
 
 @rule(TrainerArguments, "OPT02", "hugging_face: {optim: galore_adamw_layerwise}")
@@ -395,14 +395,17 @@ def _parameters_in_16_bits(arguments: TrainerArguments) -> Iterator[Found]:
 )
 def _optimizer(arguments: TrainerArguments) -> Iterator[Found]:
     place, n = arguments.part.at("optim"), arguments.accumulate
-    name = (place.string() or "").lower()
-    if n > 1 and name.endswith("layerwise"):
+    name = place.string()
+    if name is None or n == 1:
+        return
+    name = name.lower()
+    if name.endswith("layerwise"):
         what = (
             f"the Trainer raises ValueError: {name} steps inside backward, so it cannot accumulate"
         )
         fix = f"use {name.removesuffix('_layerwise')}, or set gradient_accumulation_steps to 1"
         yield Found(place, what, fix, f"{STOPS}: {LAYERWISE}", code="OPT02")
-    elif n > 1 and name in {"lomo", "adalomo"}:
+    elif name in {"lomo", "adalomo"}:
         what = (
             f"{name} updates the parameters in every backward: a window of {n} micro-batches "
             f"makes {n} updates"
@@ -420,9 +423,11 @@ def _optimizer(arguments: TrainerArguments) -> Iterator[Found]:
 def _split_batches(arguments: TrainerArguments) -> Iterator[Found]:
     n, micro, ranks = arguments.accumulate, arguments.micro_batch, arguments.world_size
     if arguments.is_split and ranks != 1 and not arguments.has_unknown_batch:
+        among = "all ranks"
+        if ranks is not None:
+            among = f"{ranks} ranks"
         what = (
-            f"split_batches divides each batch of {micro} among {ranks or 'all'} ranks: a window "
-            f"has {micro * n} "
+            f"split_batches divides each batch of {micro} among {among}: a window has {micro * n} "
         )
         fix = "set split_batches to false, or per_device_train_batch_size to the batch of all ranks"
         yield Found(
@@ -478,8 +483,10 @@ def _too_rare(arguments: TrainerArguments) -> Iterator[Found]:
         strategy = arguments.part.at(f"{name}_strategy").value
         if strategy is None and name == "eval":
             strategy = arguments.part.at("evaluation_strategy").value
+        if strategy is None:
+            strategy = usual
         is_first = arguments.part.at(first).value
-        is_by_step = (strategy or usual) == "steps" and not is_first
+        is_by_step = strategy == "steps" and not is_first
         if is_by_step and every and 0 < total < every:
             given = f"{every:g}"
             if not place.given:
@@ -502,9 +509,10 @@ def _long_warmup(arguments: TrainerArguments) -> Iterator[Found]:
     place, total = arguments.part.at("warmup_steps"), arguments.total_steps
     if arguments.part.at("lr_scheduler_type").value == "constant":  # has no warm-up
         return
-    if place.value in (-1, -1.0):
+    if total == 0 or place.value in (-1, -1.0):
         return
-    if total and (warmup := place.number() or 0) > total:
+    warmup = place.number()
+    if warmup is not None and warmup > total:
         yield Found(
             place,
             f"the whole training has {total} optimizer steps, fewer than warmup_steps "

@@ -189,9 +189,11 @@ def _ranks(launcher: str, launch: ConfigPart) -> int | None:
     each, nodes = _count(launch, RANKS_PER_NODE), _count(launch, NODES)
     if each is None:
         return None
-    if nodes is None and any(launch.at(name).given for name in NODES):
+    if nodes is not None:
+        return each * nodes
+    if any(launch.at(name).given for name in NODES):
         return None
-    return each * (nodes or 1)
+    return each
 
 
 def _count(launch: ConfigPart, names: Sequence[str]) -> int | None:

@@ -42,35 +42,47 @@ class LightningConfig:
         differently."""
         self.engine = _engine(trainer.at("strategy"))
         """What DeepSpeed is told; None with another strategy."""
-        self.accumulate = (
-            trainer.at("accumulate_grad_batches").integer(most=LARGEST_ACCUMULATE) or 1
+        self.accumulate = trainer.at("accumulate_grad_batches").integer(
+            most=LARGEST_ACCUMULATE, default=1
         )
-        self.world_size = options.world_size or _world_size(trainer)
+        self._read_epoch(root)
+        self._read_limits(trainer)
+        self._read_clipping(trainer)
+        precision = trainer.at("precision")
+        if isinstance(precision.value, bool) or not isinstance(precision.value, str | int | None):
+            precision.refuse("a precision such as bf16-mixed")
+        self.precision = ""
+        """Empty if it is not given."""
+        if precision.given:
+            self.precision = str(precision.value)
+        self._read_callbacks(trainer)
+        if self.num_batches is None and (self.accumulate > 1 or self.max_steps or self.monitor):
+            options.want(self.samples, self.world_size, self.batch_size)
+
+    def _read_epoch(self, root: ConfigPart) -> None:
+        """NB, and the numbers from which it follows; the options go before the config."""
+        options, trainer = self.options, self.trainer
         data = [
             part for part in (root.at("data"), root.at("model")) if isinstance(part.value, dict)
         ]
-        self.batch_size = options.batch_size or _first_integer(data, BATCH_SIZES)
-        samples = options.samples or _first_integer(
-            [part for part in data if part.name == "data"], SAMPLES
-        )
+        self.world_size = options.world_size
+        if self.world_size is None:
+            self.world_size = _world_size(trainer)
+        self.batch_size = options.batch_size
+        if self.batch_size is None:
+            self.batch_size = _first_integer(data, BATCH_SIZES)
+        self.samples = options.samples
+        if self.samples is None:
+            self.samples = _first_integer([part for part in data if part.name == "data"], SAMPLES)
         self.drop_last = any(value is True for _, value in _named(data, ("drop_last",)))
         self.limit = trainer.at("limit_train_batches")
         """What limits NB."""
         if trainer.at("overfit_batches").value:
             self.limit = trainer.at("overfit_batches")
         self.num_batches = _num_batches(
-            self.limit, samples, self.batch_size, self.world_size, drop_last=self.drop_last
+            self.limit, self.samples, self.batch_size, self.world_size, drop_last=self.drop_last
         )
-        """NB."""
-        self._read_limits(trainer)
-        self._read_clipping(trainer)
-        precision = trainer.at("precision")
-        if isinstance(precision.value, bool) or not isinstance(precision.value, str | int | None):
-            precision.refuse("a precision such as bf16-mixed")
-        self.precision = str(precision.value or "")
-        self._read_callbacks(trainer)
-        if self.num_batches is None and (self.accumulate > 1 or self.max_steps or self.monitor):
-            options.want(samples, self.world_size, self.batch_size)
+        """NB; None if it is unknown, or if it is 0."""
 
     def _read_limits(self, trainer: ConfigPart) -> None:
         """What ends the training, and what is logged of it."""
@@ -183,15 +195,13 @@ def _engine(place: ConfigPart) -> DeepSpeedConfig | None:
     part = deepspeed_part(given.at("config"))
     if part is not None:
         return deepspeed_config.read(part)
-    stage = given.at("stage").zero_stage()
+    stage = given.at("stage").zero_stage(default=DEFAULT_STAGE)
     if name.startswith("deepspeed_stage_"):
         digit = name[len("deepspeed_stage_") :][:1]
-        stage = {"1": 1, "2": 2, "3": 3}.get(digit)
+        stage = {"1": 1, "2": 2, "3": 3}.get(digit, DEFAULT_STAGE)
     if not given.at("zero_optimization").flag(default=True):
         stage = 0
     offload = "offload" in name or given.at("offload_optimizer").flag(default=False)
-    if stage is None:
-        stage = DEFAULT_STAGE
     # A file that is not here may say anything.
     is_known = not given.at("config").given
     return DeepSpeedConfig(part=given.at("config"), stage=stage, offload=offload, is_known=is_known)
@@ -218,7 +228,7 @@ def _world_size(trainer: ConfigPart) -> int | None:
             devices = int(numbers[0][:9])
     else:
         devices = place.integer()
-    nodes = nodes_place.integer() or 1
+    nodes = nodes_place.integer(default=1)
     if devices:
         return devices * nodes
     return None
@@ -258,7 +268,7 @@ def _num_batches(
     *,
     drop_last: bool,
 ) -> int | None:
-    """NB, limited as ``place`` says; None if it is unknown."""
+    """NB, limited as ``place`` says; None if it is unknown, or if it is 0."""
     num_batches = None
     if samples and batch_size and world_size:
         num_batches = batches_per_epoch(samples, batch_size, world_size, drop_last=drop_last)
@@ -273,14 +283,16 @@ def _num_batches(
     else:
         limits = [number for number in (num_batches, place.integer(least=0)) if number is not None]
         num_batches = min(limits, default=None)
-    return num_batches or None
+    if num_batches == 0:
+        return None
+    return num_batches
 
 
 def _dev_run(place: ConfigPart) -> int:
     value = place.value
     if isinstance(value, bool):
         return int(value)
-    return place.integer(least=0) or 0
+    return place.integer(least=0, default=0)
 
 
 def _max_epochs(trainer: ConfigPart, max_steps: int | None, *, has_timer: bool) -> float:

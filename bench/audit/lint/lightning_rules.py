@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bench.audit.lint import logging_rules, window_rules  # noqa: F401 - the former has rules too
 from bench.audit.lint.class_reference import arguments
-from bench.audit.lint.config_file import AUTO, ConfigPart
+from bench.audit.lint.config_file import ConfigPart
 from bench.audit.lint.deepspeed_config import DeepSpeedConfig, deepspeed_keys
 from bench.audit.lint.deepspeed_rules import ENGINE_CONFIG
 from bench.audit.lint.known_keys import Keys, known_keys, repeated_keys
@@ -180,15 +180,15 @@ def _schedule(training: LightningConfig) -> Iterator[Found]:
     scheduling = arguments(place).at("scheduling").mapping()
     if scheduling.unknown:
         return
-    if not all(epoch.isdecimal() for epoch in scheduling.value or ()):
+    epochs = scheduling.names_here
+    if not all(epoch.isdecimal() for epoch in epochs):
         scheduling.refuse("a mapping of epochs, counted from 0, to accumulation factors")
-    factors = {
-        int(epoch[:15]): scheduling.at(epoch).integer() or 1 for epoch in scheduling.value or ()
-    }
-    plan = (
-        ", ".join(f"N = {factor} from epoch {epoch}" for epoch, factor in sorted(factors.items()))
-        or "its schedule"
-    )
+    factors = {int(epoch[:15]): scheduling.at(epoch).integer(default=1) for epoch in epochs}
+    plan = "its schedule"
+    if factors:
+        plan = ", ".join(
+            f"N = {factor} from epoch {epoch}" for epoch, factor in sorted(factors.items())
+        )
     if training.engine is not None:
         what = f"Lightning raises RuntimeError: DeepSpeed's N cannot change between epochs ({plan})"
         fix = "remove the callback and set trainer.accumulate_grad_batches, or use DDP or FSDP2"
@@ -258,13 +258,16 @@ def _optimizers(both: LightningDeepSpeed) -> Iterator[Found]:
     """Measured with Lightning 2.6.6."""
     optimizer, scheduler = both.engine.part.at("optimizer"), both.engine.part.at("scheduler")
     if optimizer.given:
+        whose = "DeepSpeed's"
+        if optimizer.at("type").given:
+            whose += f" {optimizer.at('type').value}"
         schedule = "there is no learning-rate schedule"
         if scheduler.given:
             schedule = "the schedule is the DeepSpeed config's"
         yield Found(
             optimizer,
-            "Lightning does not call configure_optimizers: the optimizer is DeepSpeed's "
-            f"{optimizer.at('type').value or ''}, and {schedule}",
+            f"Lightning does not call configure_optimizers: the optimizer is {whose}, and "
+            f"{schedule}",
             "remove optimizer and scheduler from the DeepSpeed config, and define both in "
             "configure_optimizers",
             "raise an exception in configure_optimizers: it is never raised",
@@ -324,11 +327,10 @@ def _autos(both: LightningDeepSpeed) -> Iterator[Found]:
 @rule(LightningDeepSpeed, "BAT01", in_strategy("train_batch_size: 30"))
 def _batch_sizes(both: LightningDeepSpeed) -> Iterator[Found]:
     training, engine = both.training, both.engine
-    micro, ranks, n = (
-        engine.micro_batch or training.batch_size,
-        training.world_size,
-        training.accumulate,
-    )
+    ranks, n = training.world_size, training.accumulate
+    micro = engine.micro_batch
+    if micro is None:
+        micro = training.batch_size
     if (
         engine.batch is not None
         and micro
@@ -375,10 +377,10 @@ def _two_clips(both: LightningDeepSpeed) -> Iterator[Found]:
         both.training.clip,
         both.engine.clip,
     )
-    if clip is not None and place.given and place.value != AUTO and inner != clip:
+    if clip is not None and inner is not None and inner != clip:
         what = (
-            f"DeepSpeed clips to {inner or 0.0:g}, as its config says; trainer.gradient_clip_val "
-            f"{clip:g} is ignored"
+            f"DeepSpeed clips to {inner:g}, as its config says; trainer.gradient_clip_val {clip:g} "
+            "is ignored"
         )
         yield Found(
             place,

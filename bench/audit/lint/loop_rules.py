@@ -28,8 +28,8 @@ class OwnLoop:
 
     part: ConfigPart
     adapter: Adapter
-    accumulate: int | None
-    """N; None if it is unknown."""
+    accumulate: int
+    """N; 1 if it is unknown."""
     parameters: str | None
     """The parameters' dtype, if it has 16 bits."""
     has_fp32_sums: bool
@@ -46,6 +46,7 @@ def subjects(part: ConfigPart, adapter: Adapter, options: LintOptions) -> Iterat
         )
         options.want(0, options.world_size, 0)
         options.note(line)
+        accumulate = 1
     yield OwnLoop(
         part,
         adapter,
@@ -77,22 +78,22 @@ def _accumulate(part: ConfigPart, options: LintOptions) -> int | None:
         number, times = devices.value, 1
         if nodes.given:
             times = nodes.value
-        if type(number) is int and type(times) is int:
+        if type(number) is int and type(times) is int and min(number, times) > 0:
             ranks = number * times
     batch, micro = together.integer(least=-1), each.integer()
-    if batch is None or batch < 1 or not micro or not ranks:
-        if batch == -1:
-            return 1
+    if batch == -1:
+        return 1
+    if batch is None or micro is None or ranks is None or batch < ranks * micro:
         return None
-    return batch // ranks // micro or None
+    return batch // ranks // micro
 
 
 @rule(OwnLoop, "ACC01", "torchtune: {dtype: bf16, gradient_accumulation_steps: 16}")
 def _sixteen_bit_sums(loop: OwnLoop) -> Iterator[Found]:
-    if loop.parameters is None or loop.has_fp32_sums or (loop.accumulate or 1) == 1:
+    if loop.parameters is None or loop.has_fp32_sums or loop.accumulate == 1:
         return
     place = loop.part.at("parameters")
-    for each in in_16_bits(place, loop.accumulate or 1, loop.parameters, loop.adapter.fix):
+    for each in in_16_bits(place, loop.accumulate, loop.parameters, loop.adapter.fix):
         what = (
             f"{loop.adapter.title} keeps parameters and gradients in {loop.parameters}: {each.what}"
         )
@@ -105,7 +106,7 @@ def _sixteen_bit_sums(loop: OwnLoop) -> Iterator[Found]:
     "torchtune: {optimizer_in_bwd: true, gradient_accumulation_steps: 16, dtype: fp32}",
 )
 def _fused(loop: OwnLoop) -> Iterator[Found]:
-    place, n = loop.part.at("fused_optimizer"), loop.accumulate or 1
+    place, n = loop.part.at("fused_optimizer"), loop.accumulate
     if n > 1 and place.value is True:
         what = (
             f"{loop.adapter.title} raises RuntimeError: an optimizer that steps inside backward "

@@ -160,23 +160,35 @@ def findings(subjects: Iterable[object]) -> list[LintFinding]:
     for subject in subjects:
         for check in _CHECKS:
             if isinstance(subject, check.about):
-                found += [
-                    _finding(each, each.code or check.code) for each in check.function(subject)
-                ]
+                found += [_finding(each, check) for each in check.function(subject)]
     stopping = [each for each in found if each.stops]
-    return stopping or found
+    if stopping:
+        return stopping
+    return found
 
 
-def _finding(found: Found, code: str) -> LintFinding:
+def _finding(found: Found, check: _Check) -> LintFinding:
+    """What a function has found, with what its rule says of all that it leaves out."""
+    code = check.code
+    if found.code:
+        code = found.code
     rule = _RULES[code]
-    stops = rule.stops and not found.proof and (found.level or rule.level) is Level.ERROR
-    proof = found.proof or rule.source
-    if stops:
-        proof = f"{STOPS}: {found.source or rule.source}"
+    level = rule.level
+    if found.level is not None:
+        level = found.level
+    source = rule.source
+    if found.source:
+        source = found.source
+    stops = rule.stops and not found.proof and level is Level.ERROR
+    proof = rule.source
+    if found.proof:
+        proof = found.proof
+    elif stops:
+        proof = f"{STOPS}: {source}"
     place = found.place
     return LintFinding(
         code,
-        found.level or rule.level,
+        level,
         place.file,
         place.line,
         place.key,

@@ -497,13 +497,13 @@ class _Script:
         """The value of ``${...}``."""
         found, named = PARAMETER.fullmatch(inside), NAME.search(inside)
         name, item, known = "@", "", None
-        if named is not None:
-            name = named.group()
         if found is not None:
-            item = found.group(2) or ""
+            name, item = found.groups(default="")
             known = self._items(name, item)
-        is_handled = known or inside == name + item  # what holds for an empty one is not read
-        if known is None or not is_handled:
+        elif named is not None:
+            name = named.group()
+        has_alternative = inside != name + item  # what holds for an empty one is not read
+        if known is None or (has_alternative and not known):
             return f"${{{name}{item}}}"
         return known
 
@@ -514,13 +514,16 @@ class _Script:
             return value if item in {"", "[0]"} else None
         if value is None or item in {"[@]", "[*]"}:
             return value
-        return "".join(value[int(item[1:-1] or 0) :][:1])
+        place = 0
+        if item:
+            place = int(item[1:-1])
+        return "".join(value[place : place + 1])
 
     def _calculated(self, text: str) -> str:
         """The value of ``$((...))``, if its numbers are known."""
 
         def value(found: re.Match[str]) -> str:
-            return str(self._variable(found.group(1) or found.group(2)))
+            return str(self._variable(found.group(1)))
 
         filled = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", value, text.replace(CONTINUED, " "))
         try:

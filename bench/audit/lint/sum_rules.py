@@ -240,8 +240,9 @@ def _versions(gradients: GradientSum) -> Iterator[Found]:
 def _known_bad(gradients: GradientSum) -> Iterator[Found]:
     if gradients.is_fork:
         return
+    part = gradients.config.part
     facts = advisories.facts_of(
-        {"deepspeed": gradients.config.part.mapping().value or {}},
+        {"deepspeed": {key: part.under(key).value for key in part.names_here}},
         accumulate=gradients.n,
         world_size=gradients.world_size,
     )
@@ -251,7 +252,7 @@ def _known_bad(gradients: GradientSum) -> Iterator[Found]:
         advisory = found.advisory
         if not found.is_certain or advisory.id in have_rules:
             continue
-        place = gradients.config.part
+        place = part
         for key in advisory.condition:
             if key.startswith("deepspeed."):
                 place = gradients.place(key.removeprefix("deepspeed."))

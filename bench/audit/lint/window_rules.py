@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from bench.audit.lint.lightning_config import LightningConfig
 from bench.audit.lint.proof import SmallRun
 from bench.audit.lint.rules import Found, rule, says
-from bench.audit.stepcount import Stops, calculate
+from bench.audit.stepcount import Steps, Stops, calculate
 from bench.audit.training_plan import TrainingPlan
 from bench.findings import Level
 from bench.formatting import plural
@@ -38,9 +38,10 @@ class LightningEpochs:
         return SmallRun.of(self.plan.n, self.plan.micro_batches_per_epoch)
 
     def command(self, *backends: str, epochs: int = 2, max_steps: int | None = None) -> str:
-        names = backends or (self.training.backend,)
+        if not backends:
+            backends = (self.training.backend,)
         return self.small.command(
-            *names, epochs=epochs, max_steps=max_steps, drop_last=self.training.drop_last
+            *backends, epochs=epochs, max_steps=max_steps, drop_last=self.training.drop_last
         )
 
     def epochs_until(self, steps: int) -> int | None:
@@ -53,6 +54,23 @@ class LightningEpochs:
             if seen is not None and seen.steps_reported["trainer.global_step"] >= steps:
                 return epochs
         return None
+
+    def until_in_phase(self) -> Steps:
+        """The steps until an epoch and a window of the engine begin together again."""
+        period = self.plan.n // math.gcd(self.plan.n, self.plan.micro_batches_per_epoch)
+        found = calculate(dataclasses.replace(self.plan, epochs=period), self.training.rule)
+        assert found is not None
+        return found
+
+    @property
+    def estimated_steps(self) -> str:
+        """Lightning's estimated_stepping_batches, in words."""
+        estimated = self.plan.windows * self.training.max_epochs
+        if self.training.max_steps is not None:
+            estimated = min(estimated, self.training.max_steps)
+        if math.isinf(estimated):
+            return "infinite"
+        return f"{estimated:.0f}"
 
     @property
     def divisible(self) -> str:
@@ -174,12 +192,11 @@ def _partial_above_engine(run: LightningEpochs) -> Iterator[Found]:
         return
     place = training.trainer.at("accumulate_grad_batches")
     end = training.end
-    if not (training.end is not None and training.end.stops is not Stops.NEVER):
+    if end is not None and end.stops is Stops.NEVER:
         end = None
-    # After so many epochs, an epoch and a window of the engine begin together again.
-    period = plan.n // math.gcd(plan.n, plan.micro_batches_per_epoch)
-    seen = end or calculate(dataclasses.replace(plan, epochs=period), training.rule)
-    assert seen is not None
+    seen = end
+    if seen is None:
+        seen = run.until_in_phase()
     made, counted = (
         seen.steps_reported[name] for name in ("engine.global_steps", "trainer.global_step")
     )
@@ -215,11 +232,7 @@ def _partial_above_engine(run: LightningEpochs) -> Iterator[Found]:
             "follow trainer.global_step"
         )
         if training.knows_end:
-            estimated = min(plan.windows * training.max_epochs, training.max_steps or math.inf)
-            estimate = f"{estimated:.0f}"
-            if math.isinf(estimated):
-                estimate = "infinite"
-            what += f"; estimated_stepping_batches is {estimate}"
+            what += f"; estimated_stepping_batches is {run.estimated_steps}"
         yield Found(place, what, run.divisible, run.command(), code="TAIL03")
     lost = seen.micro_batches_lost_in_mid_run + seen.micro_batches_left_open
     if engine.stage != KEEPS and seen.epochs_begun > 1 and lost:
