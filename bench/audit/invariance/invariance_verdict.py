@@ -480,8 +480,8 @@ def _obstacle(run: SplitRun) -> str:
         return run.nothing
     if not run.ranks:
         return "no process could write its record: is TMPDIR full?"
-    for obstacle in _obstacles_of_ranks(run):
-        return obstacle
+    if of_ranks := _obstacle_of_ranks(run):
+        return of_ranks
     world = next(iter(run.ranks.values())).trainer.world
     if len(run.ranks) < world:
         return f"only {len(run.ranks)} of {world} ranks made an update"
@@ -490,12 +490,14 @@ def _obstacle(run: SplitRun) -> str:
     return ""
 
 
-def _obstacles_of_ranks(run: SplitRun) -> Iterator[str]:
-    """What the recorders say of themselves and of the training."""
+def _obstacle_of_ranks(run: SplitRun) -> str:
+    """The first that a rank has recorded; empty if none has."""
     for rank in run.ranks.values():
         if rank.finish is not None and rank.finish.failure:
-            yield rank.finish.failure
-        yield from rank.trainer.obstacles
+            return rank.finish.failure
+        if rank.trainer.obstacles:
+            return rank.trainer.obstacles[0]
+    return ""
 
 
 def _start_differs(first: SplitRun, other: SplitRun) -> str:

@@ -264,10 +264,6 @@ def _together(trainings: list[_Training]) -> list[_Training]:
 def _subjects(training: _Training) -> Iterable[object]:
     """What rules are about in a training. Raises InputError for a wrong value."""
     config, options, launch = training.config, training.options, training.launch
-    adapter = config.adapter
-    dtype_keys: tuple[str, ...] = ()
-    if adapter is not None:
-        dtype_keys = adapter.dtype_keys
     if config.reader is Reader.LIGHTNING:
         yield from lightning_rules.subjects(
             config.root, options, is_command_line=config.is_command_line
@@ -283,15 +279,12 @@ def _subjects(training: _Training) -> Iterable[object]:
             config.root,
             options,
             launch=launch,
-            has_bf16_parameters=adapter is not None and adapter.bf16_parameters,
-            dtype_keys=dtype_keys,
-            has_plain_defaults=adapter is not None and not adapter.evidence,
-            gives_dtype=config.gives_dtype(training.program),
+            program=config.dtypes(training.program),
         )
         if launch is not None:
             yield from accelerate_rules.subjects(launch, options, config.root)
-    elif adapter is not None:
-        yield from loop_rules.subjects(config.root, adapter, options)
+    elif config.adapter is not None:
+        yield from loop_rules.subjects(config.root, config.adapter, options)
 
 
 def _named(trainings: Iterable[_Training]) -> set[Path]:

@@ -163,6 +163,23 @@ class Adapter:
     """How to have them added in fp32."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProgramDtypes:
+    """How a program that reads TrainingArguments sets dtypes; by default as transformers does."""
+
+    keys: tuple[str, ...] = ("torch_dtype",)
+    """Where the dtype of the parameters is set."""
+    are_given: bool = False
+    """Whether the program is known to give the parameters the dtype that is set."""
+    bf16_parameters: bool = False
+    """Whether ``bf16`` makes the parameters bf16, unless they are those of an adapter."""
+    has_plain_defaults: bool = True
+    """Whether bf16 and fp16 are off unless they are given; TRL and others differ."""
+
+
+TRANSFORMERS = ProgramDtypes()
+
+
 @dataclass(frozen=True)
 class Config:
     """A config file of a known kind."""
@@ -175,12 +192,18 @@ class Config:
     is_command_line: bool = False
     """Whether LightningCLI or another parser that refuses unknown keys reads it."""
 
-    def gives_dtype(self, program: str) -> bool:
-        """Whether the program, if it is named, is known to give parameters their dtype."""
-        if self.adapter is None:
-            return False
-        is_known = any(f"/{program}".endswith(f"/{each}") for each in self.adapter.programs)
-        return self.adapter.gives_dtype or is_known
+    def dtypes(self, program: str) -> ProgramDtypes:
+        """How its program sets dtypes; the name of a program may be empty."""
+        adapter = self.adapter
+        if adapter is None:
+            return ProgramDtypes(keys=(), has_plain_defaults=False)
+        is_known = any(f"/{program}".endswith(f"/{each}") for each in adapter.programs)
+        return ProgramDtypes(
+            keys=adapter.dtype_keys,
+            are_given=adapter.gives_dtype or is_known,
+            bf16_parameters=adapter.bf16_parameters,
+            has_plain_defaults=not adapter.evidence,
+        )
 
     @property
     def file(self) -> str:

@@ -60,9 +60,9 @@ class DeepSpeedAlone:
         """Samples of a micro-batch, as given or as DeepSpeed infers them; None if unknown."""
         given = self.config.micro_batch_with(self.options)
         batch, ranks = self.config.batch, self.options.world_size
-        if given is not None or batch is None or ranks is None:
+        if given is not None:
             return given
-        if batch < self.n * ranks:  # DeepSpeed refuses it
+        if batch is None or ranks is None or batch < self.n * ranks:  # DeepSpeed refuses the last
             return None
         return batch // self.n // ranks
 

@@ -8,11 +8,12 @@ a partial window rightly, steps at the end of every epoch under every strategy, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bench.audit.lint import deepspeed_config
 from bench.audit.lint.config_file import AUTO, ConfigPart
+from bench.audit.lint.config_kinds import TRANSFORMERS, ProgramDtypes
 from bench.audit.lint.deepspeed_config import SILENT_CLIPPING, deepspeed_keys, deepspeed_part
 from bench.audit.lint.known_keys import Keys, repeated_keys
 from bench.audit.lint.lint_options import LintOptions, windows_of
@@ -61,18 +62,9 @@ class TrainerArguments:
         options: LintOptions,
         *,
         launch: ConfigPart | None = None,
-        has_bf16_parameters: bool = False,
-        dtype_keys: Sequence[str] = ("torch_dtype",),
-        has_plain_defaults: bool = True,
-        gives_dtype: bool = False,
+        program: ProgramDtypes = TRANSFORMERS,
     ) -> None:
-        self.gives_dtype = gives_dtype
-        """Whether the program is known to give the parameters the dtype that is set."""
-        self.has_plain_defaults = has_plain_defaults
-        """Whether bf16 and fp16 are off unless they are given, as transformers has it; TRL and
-        others differ."""
-        self.dtype_keys = dtype_keys
-        """Where the parameters' dtype is set."""
+        self.program = program
         self.part, self.options, self.world_size = part, options, options.world_size
         self.launch = launch
         """The config of accelerate that it is launched with."""
@@ -81,13 +73,13 @@ class TrainerArguments:
         if not isinstance(part.at("accelerator_config").value, str):  # JSON, or a file
             part.at("accelerator_config").mapping()
         num_steps = part.at(KWARGS).mapping().at("num_steps")
-        self.accumulate = num_steps.integer(most=LARGEST_ACCUMULATE, also=AUTO, default=1)
-        """N; 1 if it is unknown."""
+        inner = num_steps.integer(most=LARGEST_ACCUMULATE, also=AUTO, default=1)
         steps = part.at("gradient_accumulation_steps")
+        outer = steps.integer(most=LARGEST_ACCUMULATE, also=AUTO, default=1)
+        self.accumulate = max(inner, outer)
+        """N; 1 if it is unknown."""
         self.known_accumulate = steps.integer(most=LARGEST_ACCUMULATE, also=AUTO)
         """As given, or None."""
-        if self.known_accumulate is not None:
-            self.accumulate = max(self.accumulate, self.known_accumulate)
         self.known_micro_batch = part.at("per_device_train_batch_size").integer(also=AUTO)
         self.micro_batch = DEFAULT_MICRO
         for size in (self.known_micro_batch, options.batch_size):
@@ -113,7 +105,6 @@ class TrainerArguments:
         is_known = not self.has_unknown_batch and not any(part.at(name).unknown for name in ends)
         if not self.max_steps and is_known and not any(part.at(name).value for name in RESAMPLED):
             self.total_steps = self._steps_of_epochs(epochs)
-        self.has_bf16_parameters = has_bf16_parameters
 
     def _steps_of_epochs(self, epochs: float | None) -> int:
         """Of the whole training; 0 if they cannot be calculated."""
@@ -186,14 +177,14 @@ class TrainerArguments:
         for key in ("parameters_bf16", "pure_bf16"):
             if self.part.at(key).value is True:
                 return self.part.at(key), "bf16"
-        for key in self.dtype_keys:
+        for key in self.program.keys:
             for dtype, names in NAMES.items():
                 # GradScaler refuses gradients of parameters in fp16, so that training does not
                 # start.
                 is_refused = dtype == "fp16" and self.dtypes["fp16"] is True
                 if self.part.at(key).value in names and not (is_refused or self.makes_model):
                     return self.part.at(key), dtype
-        if self.has_bf16_parameters and self.dtypes["bf16"]:
+        if self.program.bf16_parameters and self.dtypes["bf16"]:
             return self.part.at("bf16"), "bf16"
         return None
 
@@ -221,24 +212,13 @@ def subjects(
     options: LintOptions,
     *,
     launch: ConfigPart | None = None,
-    has_bf16_parameters: bool = False,
-    dtype_keys: Sequence[str] = ("torch_dtype",),
-    has_plain_defaults: bool = True,
-    gives_dtype: bool = False,
+    program: ProgramDtypes = TRANSFORMERS,
 ) -> Iterator[object]:
     """What rules are about in TrainingArguments, and in accelerate's config of their launch.
 
     Raises InputError for a wrong value.
     """
-    arguments = TrainerArguments(
-        part,
-        options,
-        launch=launch,
-        has_bf16_parameters=has_bf16_parameters,
-        dtype_keys=dtype_keys,
-        has_plain_defaults=has_plain_defaults,
-        gives_dtype=gives_dtype,
-    )
+    arguments = TrainerArguments(part, options, launch=launch, program=program)
     yield from repeated_keys(part)
     yield Keys(part, "training_arguments", "TrainingArguments", shared=True)
     yield arguments
@@ -273,7 +253,7 @@ def _with_deepspeed(
         yield SameValue(given.at("train_batch_size"), together, product)
     yield SameValue(given.at("gradient_clipping"), arguments.clip, "max_grad_norm")
     for name, is_on in arguments.dtypes.items():
-        if arguments.part.at(name).given or arguments.has_plain_defaults:
+        if arguments.part.at(name).given or arguments.program.has_plain_defaults:
             yield SameValue(given.at(f"{name}.enabled"), is_on, name)
     chosen = [name for name, is_on in arguments.dtypes.items() if is_on]
     in_window = arguments.accumulate
@@ -382,7 +362,7 @@ def _parameters_in_16_bits(arguments: TrainerArguments) -> Iterator[Found]:
     for each in in_16_bits(place, arguments.accumulate, dtype, fix):
         what = f"the parameters are in {dtype}, so under DDP and on one GPU {each.what}"
         level = None
-        if not arguments.gives_dtype:
+        if not arguments.program.are_given:
             what, level = f"if the program loads the model in this dtype, {what}", Level.NOTE
         yield each._replace(what=what, level=level)
 

@@ -241,8 +241,11 @@ def _known_bad(gradients: GradientSum) -> Iterator[Found]:
     if gradients.is_fork:
         return
     part = gradients.config.part
+    values = part.mapping().value
+    if values is None:  # a strategy without a config
+        values = {}
     facts = advisories.facts_of(
-        {"deepspeed": {key: part.under(key).value for key in part.names_here}},
+        {"deepspeed": values},
         accumulate=gradients.n,
         world_size=gradients.world_size,
     )

@@ -64,7 +64,7 @@ class LightningEpochs:
 
     @property
     def estimated_steps(self) -> str:
-        """Lightning's estimated_stepping_batches, in words."""
+        """Lightning's estimated_stepping_batches, as text."""
         estimated = self.plan.windows * self.training.max_epochs
         if self.training.max_steps is not None:
             estimated = min(estimated, self.training.max_steps)

@@ -112,7 +112,7 @@ class GraphSurvey:
             self.first_axis = (*shape, 1)[0]
 
     def _see_sequences(self, count: int) -> None:
-        """An input has so many."""
+        """Keep the largest number of sequences that an input shows."""
         if self.sequences is None or count > self.sequences:
             self.sequences = count
 
