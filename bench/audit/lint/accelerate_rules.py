@@ -154,11 +154,7 @@ def subjects(
     if kind != "DEEPSPEED":
         return
     inner = root.at("deepspeed_config").mapping()
-    if inner.unknown:
-        options.note(
-            f"{inner.file}:{inner.line}: {inner.key} is filled in elsewhere, so its rules were not "
-            "tried"
-        )
+    options.note_if_unknown(inner)
     yield Keys(inner, "deepspeed_config", "accelerate launch")
     place = inner.at("deepspeed_config_file")
     given = deepspeed_part(place)

@@ -82,12 +82,7 @@ def subjects(
         return  # nothing is trained, of which more could be said
     yield training
     for key in ("accumulate_grad_batches", "max_epochs", "max_steps", "strategy"):
-        if training.trainer.at(key).unknown:
-            place = training.trainer.at(key)
-            options.note(
-                f"{place.file}:{place.line}: {place.key} is filled in elsewhere, so its rules "
-                "were not tried"
-            )
+        options.note_if_unknown(training.trainer.at(key))
     if engine is not None:
         if isinstance(engine.part.value, dict):
             yield from deepspeed_keys(engine.part, options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from bench.audit.lint.config_file import ConfigPart
 from bench.audit.lint.version_facts import UsedVersion, used
 from bench.audit.training_plan import TrainingPlan, ceil
 from bench.formatting import plural
@@ -36,6 +37,14 @@ class LintOptions:
         """Note what was not judged, once."""
         if line not in self.notes:
             self.notes.append(line)
+
+    def note_if_unknown(self, place: ConfigPart) -> None:
+        """Note that the rules of a value were not tried, if it is filled in elsewhere."""
+        if place.unknown:
+            self.note(
+                f"{place.file}:{place.line}: {place.key} is filled in elsewhere, so its rules were "
+                "not tried"
+            )
 
     @property
     def how_composed(self) -> str:
