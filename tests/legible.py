@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from bench.report.canvas import PLACING
+from bench.report.canvas import LEADER
 from bench.report.style import BASE, DPI, MAX_HEIGHT
 
 
@@ -39,7 +39,7 @@ def leaders(figure: Figure) -> Iterator[np.ndarray]:
     """Points in pixels along each line that leads from a name to its point."""
     for axes in figure.axes:
         for line in axes.lines:
-            if line.get_linewidth() == PLACING["linewidth"]:
+            if line.get_linewidth() == LEADER:
                 tail, head = axes.transData.transform(line.get_xydata())
                 yield tail + np.linspace(0, 1, 201)[:, None] * (head - tail)
 

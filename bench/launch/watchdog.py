@@ -108,16 +108,14 @@ class Watch:
         if counts != self._counts:
             self._counts, self._moved = counts, now
         num_written = sum(len(sight.written) for sight in sights)
-        endings = (
-            excessive(sum(sight.log_bytes for sight in sights)),
-            self._overdue(now),
-            self._idle(now),
-            self._slow_exit(now, num_written),
-        )
-        for ending in endings:
-            if ending is not None:
-                return ending
-        return None
+        ending = excessive(sum(sight.log_bytes for sight in sights))
+        if ending is None:
+            ending = self._overdue(now)
+        if ending is None:
+            ending = self._idle(now)
+        if ending is None:
+            ending = self._slow_exit(now, num_written)
+        return ending
 
     def _overdue(self, now: float) -> Ending | None:
         if now - self._started < self._timeout_s:

@@ -87,7 +87,5 @@ def complete(folder: Path, rank: int, result: dict[str, Any]) -> str:
         if "error" in answered:
             return f"{answered['error']} (comparing with the reference)"
         place = answered["result"]
-        if result.get(place) is None:  # as the update of a reference
-            result[place] = {}
-        result[place] |= answered["found"]
+        result.setdefault(place, {}).update(answered["found"])
     return ""

@@ -73,11 +73,14 @@ class PassOptions:
     """What a pass does otherwise than the trial: how ``RankTrial.train`` trains."""
 
     cell: Cell | None = None
-    """None for the trial's, as for the two below."""
+    """None for the trial's."""
     optimizer: MakeOptimizer | None = None
+    """None for the trial's."""
     clip_norm: float | None = None
+    """None for that of the cell."""
     instrument: AbstractContextManager[object] | None = None
-    """Is entered before the backend is made, and left after its training."""
+    """Is entered before the backend is made, and left after its training; no block is compiled
+    under one, since Dynamo skips code under a dispatch mode."""
     keep_parameters: bool = False
     """Whether ``Backend.full_parameters`` is asked for afterwards."""
     watch: Callable[[Backend], None] | None = None
@@ -227,7 +230,6 @@ class RankTrial:
         if how.clip_norm is not None:
             clip_norm = how.clip_norm
         instrument: AbstractContextManager[object] = nullcontext()
-        # Dynamo skips code under a dispatch mode; collectives do not depend on compilation.
         compiled = cell.compiled
         if how.instrument is not None:
             instrument, compiled = how.instrument, False
@@ -508,7 +510,7 @@ class RankTrial:
         with counter:
             if "memory" in self.spec.passes:
                 self._memory = self._watch_memory(counter)
-            else:
+            else:  # collectives do not depend on compilation
                 self._settled(counter, how=PassOptions(instrument=nullcontext()))
         return counter.rows()
 

@@ -25,7 +25,7 @@ from bench.report.figure_data import (
     MEMORY,
     FigureData,
     Panel,
-    failure_label,
+    outcome_label,
     floats,
     sync_pairs,
 )
@@ -232,13 +232,13 @@ def _draw_bars(
 def _text_at_end(value: float, limit: float, outcome: str) -> str:
     """The length of a bar in the unit of the axis, whether it goes on, and how its cell failed."""
     if np.isnan(value):
-        return failure_label(outcome, good="not measured")
+        return outcome_label(outcome, good="not measured")
     number = f"{value:#.3g}".rstrip(".")
     if value >= 1000:
         number = f"{value:,.0f}"
     if value > limit:
         number = f"\N{RIGHTWARDS ARROW} {number}"
-    return f"{number} {failure_label(outcome)}".strip()
+    return f"{number} {outcome_label(outcome)}".strip()
 
 
 def _most_extreme(data: FigureData, cells: pd.DataFrame, value: str) -> pd.DataFrame:

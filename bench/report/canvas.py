@@ -243,6 +243,8 @@ INK = 0.6
 """How bright the name of a point is, relative to its marker."""
 MARKER = 3.6
 """Points from the middle of a marker to its edge, and a little more."""
+LEADER = 0.4
+"""Width of the line from a name to its point."""
 APART = 0.003
 """Share of the axes that a name keeps from markers, lines and other names."""
 
@@ -309,7 +311,7 @@ def _write_names(
         textcolor=inks,
         va="bottom",
         linecolor=colours,
-        linewidth=0.4,
+        linewidth=LEADER,
         plot_kwargs={"zorder": 3},
     )
     return written, leaders

@@ -108,7 +108,7 @@ class FigureData:
         once = once[~once["cell_id"].isin(self.timed["cell_id"])]
         names = []
         for backend, outcome in zip(once["backend"], once["outcome"], strict=True):
-            why = failure_label(outcome, good="run once")
+            why = outcome_label(outcome, good="run once")
             names.append(f"{backend} ({why})")
         if not names:
             return []
@@ -119,7 +119,7 @@ class FigureData:
         missing = self.timed[self.timed["step_time_s"].isna()]
         names = []
         for row in rows_of(missing[["backend", "accumulate", "outcome"]]):
-            why = failure_label(str(row["outcome"]), good="not measured")
+            why = outcome_label(str(row["outcome"]), good="not measured")
             names.append(f"{row['backend']} at N = {row['accumulate']} ({why})")
         if not names:
             return []
@@ -297,7 +297,7 @@ class FigureData:
     ) -> PointName:
         """What to write beside a point: the backend, and how its cell failed."""
         text = backend
-        if failure := failure_label(outcome):
+        if failure := outcome_label(outcome):
             text += f" ({failure})"
         return PointName(style.cut(text + more), point, self.looks[backend].colour)
 
@@ -342,7 +342,7 @@ def left_out_note(every: int, shown: int, what: str) -> list[str]:
     ]
 
 
-def failure_label(outcome: str, good: str = "") -> str:
+def outcome_label(outcome: str, good: str = "") -> str:
     """How a cell failed, to be written beside it; ``good`` for one that has not."""
     if outcome == Status.OK:
         return good

@@ -133,11 +133,12 @@ def _cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        lines = [f"model name: {platform.processor()}"]
+        if platform.processor():
+            return platform.processor()
+        return "unknown"
     for line in lines:
-        name, _, value = line.partition(":")
-        if name.strip() == "model name" and value.strip():
-            return value.strip()
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
     return "unknown"
 
 

@@ -84,11 +84,10 @@ def load(cell: Cell, corpus: Path | None) -> Workload:
 
 def _check_tokens(name: str, workload: Workload) -> None:
     """Raises InputError if a workload of one's own does not say how long a sample is."""
-    if not hasattr(workload, "tokens_per_sample"):
-        raise InputError(
-            f"{name}: it has no tokens_per_sample; see 'A model of your own' in docs/matrix.md"
-        )
-    tokens: object = workload.tokens_per_sample
+    try:
+        tokens: object = workload.tokens_per_sample
+    except AttributeError as error:
+        raise InputError(f"{name}: {error}; see 'A model of your own' in docs/matrix.md") from error
     if not isinstance(tokens, int) or tokens < 1:
         raise InputError(
             f"{name}: tokens_per_sample is {shown(tokens)}; it must be an integer of at least 1"

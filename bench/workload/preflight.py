@@ -112,8 +112,11 @@ def _ask(cell: Cell, corpus: Path | None, *, shards: bool, in_bf16: bool) -> Exa
                 )
         if answer.exists():
             return Examined(**json.loads(answer.read_text(encoding="utf-8")))
-        lines = ["it wrote nothing", *log.read_text(errors="replace").strip().splitlines()]
-        return Examined(wrong=f"its process ended with status {status}: {lines[-1]}")
+        last = "it wrote nothing"
+        lines = log.read_text(errors="replace").strip().splitlines()
+        if lines:
+            last = lines[-1]
+        return Examined(wrong=f"its process ended with status {status}: {last}")
 
 
 def main(asked: str) -> None:
@@ -173,7 +176,10 @@ class _Examination:
         if cell.device is Device.CUDA and torch.cuda.is_available():
             self._device = torch.device("cuda")
         with _raising("its factory"):
-            self._workload: Workload = load(cell, corpus)
+            try:
+                self._workload: Workload = load(cell, corpus)
+            except InputError as error:  # which begins with its name
+                raise UnfitError(str(error).removeprefix(f"{cell.workload}: ")) from error
 
     def run(self) -> Examined:
         import torch
