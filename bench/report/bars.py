@@ -25,8 +25,8 @@ from bench.report.figure_data import (
     MEMORY,
     FigureData,
     Panel,
-    outcome_label,
     floats,
+    outcome_label,
     sync_pairs,
 )
 from bench.report.style import GREY, TINY, Key, safe
