@@ -107,7 +107,6 @@ def draw(
 def _fitting(every: Sequence[Row]) -> list[Row]:
     room = int((PAGE / len(every) - ROW) / DOT)
     most = min(_most_dots(every), max(1, room))
-    most = min(max(len(row.pairs) for row in every), max(1, room))
     fitting = largest(every, int(PAGE / (ROW + DOT * most)), lambda row: row.extent)
     return [replace(row, pairs=row.pairs[-most:]) for row in fitting]
 
