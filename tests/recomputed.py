@@ -31,7 +31,7 @@ SETTINGS = {
     "world_size": r"\bW ?= ?(\d+)",
     "global_batch_size": r"\bB ?= ?(\d+)",
     "optimizer": r"\b(adamw-foreach|adamw-fused|sgd)\b",
-    "clip_norm": r"\b(?:clipped to ([\d.]+)|not clipped)",
+    "clip_norm": r"\b(?:clipped to ([\d.]*\d)|not clipped)",
 }
 Cell = dict[str, Any]
 Groups = dict[str, str]
