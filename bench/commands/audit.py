@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"audit: the command ended with exit status {status}", file=sys.stderr)
     if nothing or not ranks:
         if not nothing:
-            nothing = "no process could write its record: is TMPDIR full?"
+            nothing = audited_command.NO_RECORD
         print(f"audit: nothing seen: {nothing}", file=sys.stderr)
         if status:
             return status

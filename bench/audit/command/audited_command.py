@@ -18,6 +18,7 @@ from bench.files import python_path
 SITE = Path(__file__).resolve().parent / "site"
 RECORDS = {"audit": "jsonl", "invariance": "states"}
 """By the command that asks, the ending of the files that its recorder writes."""
+NO_RECORD = "no process could write its record: is TMPDIR full?"
 
 
 def records_folder(asked: str) -> TemporaryDirectory[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 
+from bench.audit.command.audited_command import NO_RECORD
 from bench.audit.invariance.inside.state_records import (
     BUFFER,
     CLIPPED,
@@ -479,7 +480,7 @@ def _obstacle(run: SplitRun) -> str:
     if run.nothing:
         return run.nothing
     if not run.ranks:
-        return "no process could write its record: is TMPDIR full?"
+        return NO_RECORD
     if of_ranks := _obstacle_of_ranks(run):
         return of_ranks
     world = next(iter(run.ranks.values())).trainer.world

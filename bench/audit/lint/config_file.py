@@ -15,7 +15,7 @@ from typing import Any, NoReturn, overload
 import yaml
 from yaml.constructor import ConstructorError
 
-from bench.errors import InputError, shown
+from bench.errors import InputError, reason_of, shown
 
 CONFIGS = {"yaml", "yml", "json", "toml"}
 """Endings of config files."""
@@ -317,8 +317,8 @@ def read_text(file: Path) -> str:
             content = opened.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = str(error)
-        if isinstance(error, OSError) and error.strerror is not None:
-            reason = error.strerror
+        if isinstance(error, OSError):
+            reason = reason_of(error)
         raise NotReadError(f"{file}: cannot be read ({reason}); {advice}") from error
     if len(content) > MAX_BYTES:
         raise NoConfigError(
