@@ -153,5 +153,14 @@ def run_of(records: Sequence[TrialRecord], manifest: Manifest) -> Run:
 
 def _judged(unjudged: Tables, records: Sequence[TrialRecord], manifest: Manifest) -> Run:
     judged = gates.judge(unjudged, records, manifest.predicted.peak_bytes)
-    cells = {record.cell_id: record.cell for record in records}
+    cells = _in_order_of_matrix({record.cell_id: record.cell for record in records}, manifest)
     return Run(name=manifest.run_id, tables=judged, cells=cells, manifest=manifest, records=records)
+
+
+def _in_order_of_matrix(recorded: Mapping[str, Cell], manifest: Manifest) -> dict[str, Cell]:
+    """The recorded cells as the matrix has them, since the order of trials differs between runs."""
+    cells = {}
+    for cell in manifest.cells:
+        if cell.cell_id in recorded:
+            cells[cell.cell_id] = cell
+    return cells | recorded

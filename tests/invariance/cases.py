@@ -107,6 +107,8 @@ PAIRS = (
     wrong("state scaler-each", "gradient differs", "", "unscaled by hand per micro-batch"),
     right("state lengths"),
     wrong("state lengths-mean", "mean of means", "terms", "micro-batches of unequal length"),
+    right("state empty", "a micro-batch without a token that counts adds nothing"),
+    wrong("state empty-mean", "gradient differs", "", "the mean over none of its tokens is NaN"),
     wrong(
         "state moe-auxiliary", "gradient differs", "router", "an auxiliary loss that is not divided"
     ),

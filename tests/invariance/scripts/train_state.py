@@ -156,6 +156,9 @@ rows = torch.randint(VOCABULARY, (ROWS * UPDATES, 9), generator=torch.Generator(
 if variant.startswith("lengths"):  # rows of a window have from 2 to 9 tokens that count
     kept = torch.arange(ROWS * UPDATES) * 5 % 8 + 1
     labels = rows.masked_fill(torch.arange(9) > kept[:, None], -100)
+elif variant.startswith("empty"):  # of 4 micro-batches of a window the second has no token that counts
+    is_empty = torch.arange(ROWS * UPDATES) % ROWS // 2 == 1
+    labels = rows.masked_fill(is_empty[:, None], -100)
 else:
     labels = rows
 data = TensorDataset(rows, labels)
@@ -189,7 +192,7 @@ def loss_of(x, y, size):
     scores, targets = logits.flatten(0, 1).float(), y[:, 1:].flatten()
     if variant == "double":
         scores = logits.flatten(0, 1)
-    if variant == "lengths":
+    if variant in ("lengths", "empty"):
         loss = F.cross_entropy(scores, targets, reduction="sum") / size
     elif variant == "smoothing":
         loss = F.cross_entropy(scores, targets, label_smoothing=0.1) / N
@@ -274,7 +277,7 @@ for i, (x, y) in enumerate(batches):
         last = last or i + 1 == len(loader)
     if variant == "offbyone":
         last = (i + 2) % N == 0 if N > 1 else True
-    if variant == "lengths":
+    if variant in ("lengths", "empty"):
         window = y if N == 1 else labels[i // N * ROWS : i // N * ROWS + ROWS]
         size = (window[:, 1:] != -100).sum()
     if variant == "lost":
