@@ -212,7 +212,7 @@ def _known(data: dict[str, Any]) -> list[str]:
         "## Scripts with a known verdict",
         "",
         f"Of [{len(CASES)} scripts](../tests/audit_command/cases.py), {len(found)} of the {len(wrong)} with a fault "
-        f"that the audit should name are named, {len(faults)} kinds of them. {len(accused)} of the {len(others)} "
+        f"that the audit should name are named, of {len(faults)} kinds. {len(accused)} of the {len(others)} "
         f"others are accused: {_told(counts)}. Of those judged in part some may have a fault, and one has: cached "
         "contrastive features with a wrongly divided loss.",
         "",
@@ -293,7 +293,7 @@ def _ratio(interval: list[float]) -> str:
 INTRODUCTION = """\
 `python -m bench audit -- torchrun --nproc-per-node 2 train.py ...` runs a training command unchanged, and says which
 weight each micro-batch of each rank has in each update. It adds no communication; seven scripts (plain, DDP, FSDP2,
-DeepSpeed, Accelerate, Lightning, HF Trainer) have the same losses bit for bit. `--expect N` is the number of
+DeepSpeed, Accelerate, Lightning, HF Trainer) have the same losses with it as without it, bit for bit. `--expect N` is the number of
 micro-batches that an update should have, `--updates K` that of sampled updates of each optimizer (default: 8).
 
 | verdict | exit status | what it says |

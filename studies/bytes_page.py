@@ -176,7 +176,7 @@ def _agreement(measured: Measured) -> list[str]:
             ("worlds", "cells", "operations with equal calls and bytes", "held bytes equal"), rows
         ),
         "Held, to the byte and with the padding of uneven shards, are parameters, gradients, optimizer state and "
-        "communication buffers between two micro-batches, which N = 1 has not.",
+        "communication buffers between two micro-batches; at N = 1 there is no such moment.",
         "",
     ]
 

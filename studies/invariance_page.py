@@ -210,7 +210,7 @@ def _cost(found: Sequence[dict[str, float]]) -> str:
         f"On a model of {usual['parameters'] / 1e6:.0f} million parameters (AdamW, clipping, {usual['tokens']:,.0f} "
         f"tokens per update in {usual['accumulate']} micro-batches as in `gpu`, one thread of a CPU), the recorder "
         f"takes {100 * usual['share']:.1f} % of the time of a sampled update: {usual['recorder_s']:.1f} s of "
-        f"{usual['window_s']:.0f} s. With {short['tokens']:,.0f} tokens it takes {short['recorder_s']:.1f} s, too: "
+        f"{usual['window_s']:.0f} s. With {short['tokens']:,.0f} tokens it takes {short['recorder_s']:.1f} s: "
         f"{100 * short['share']:.1f} %. Afterwards it looks at one flag per backward, step and batch."
     )
 

@@ -12,7 +12,7 @@ This runs a training command once per split of its batch, and the first split tw
 updates it compares on every rank: gradients before and after clipping, the optimizer's state, buffers, changes
 and copies of parameters (moving averages), learning rates, schedules and loss scales.
 [Other options may vary, or the whole command](commands.md#the-same-training-twice).
-[invariance.yml](../.github/examples/invariance.yml) checks pull requests.
+[invariance.yml](../.github/examples/invariance.yml) is a workflow to copy, for pull requests.
 
 | verdict | exit status | what it says |
 | --- | --- | --- |
@@ -40,10 +40,10 @@ LIMITS = """\
   optimizers of inverse roots or orthogonal factors (Shampoo, Muon), faults below 30 %, and integer states.
 - Averages and schedules that are neither modules, nor schedules of torch or DeepSpeed, nor lists or dictionaries with a
   tensor per parameter in an attribute or global variable.
-- Quantized training is known by names of functions in the graph (FP8, FP4, 8 bits); without one it may be called
+- Quantized training is recognized by names of functions in the graph (FP8, FP4, 8 bits); without one it may be called
   different.
 - Optimizers not derived from `torch.optim.Optimizer`, or with several backwards per step; `python -I` or `-E`.
-- What amplifies rounding without a limit, as exact factors of a gradient without full rank do, may be called different;
+- Optimizers that amplify rounding without bound, such as exact factors of a rank-deficient gradient, may be called different;
   so may a loss that depends on its micro-batch as a whole. Without a loader or an input that shows the samples, only a
   factor is called different."""
 PUBLIC = """\

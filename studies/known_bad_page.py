@@ -28,13 +28,13 @@ PACKAGES = {
 INTRODUCTION = """# Known-bad versions
 
 Versions of frameworks that accumulate gradients otherwise than their settings say. Each defect was measured on the \
-CPU over gloo with a small program without the bench: its *reproducer*. `doctor` and `lint` compare what \
-is installed with this list, and `audit` what a training uses.
+CPU over gloo with a small program without the bench: its *reproducer*. `doctor` compares what is installed with this \
+list, `lint` a config of DeepSpeed, and `audit` what a training uses.
 
 Unless an entry says otherwise, training goes on without an error, while updates are wrong by the rule of \
 [semantics](semantics.md), at each N >= 2. Weights are those of four micro-batches; 1/4 each is right unless an entry \
 says otherwise. A range begins at the oldest bad version that was measured. It ends where a version was measured to be \
-right or its source was read: upgrade, or do what *else* helps. `<=`, and `<2.14` of torch, end at the newest version \
+right or its source was read: upgrade, or do what stands after *Else*. `<=`, and `<2.14` of torch, end at the newest version \
 that was measured, and later ones may be bad too. Written from [advisories.toml](../bench/audit/advisories.toml), \
 which has each cause, and each measured version with its result and date.
 """
@@ -125,6 +125,9 @@ def measured(row: Measured) -> list[str]:
 def ending(advisory: Advisory) -> str:
     if advisory.fixed_in:
         return f"fixed in {advisory.fixed_in}"
+    measured_bad = {version for row in advisory.bad for version in row.versions}
+    if len(measured_bad) == 1:
+        return f"measured in {newest(advisory)} alone"
     return f"still in {newest(advisory)}, the newest that was measured"
 
 
@@ -165,7 +168,8 @@ def report(advisory: Advisory, words: Mapping[str, str]) -> str:
         words,
         f"{PACKAGES[advisory.package]} {versions(advisory.affected)}, {ending(advisory)}. Python 3.11, "
         "torch 2.13.0 (CPU build), gloo.",
-        f"The program prints `{advisory.case}`. Right would be {advisory.right}.",
+        f"The program prints lines of JSON. The table has `measured` of the line whose `case` is `{advisory.case}`; right would be "
+        f"{advisory.right}.",
         markdown_table(["version", "date", advisory.case, ""], rows),
         run,
         code,

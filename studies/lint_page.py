@@ -290,7 +290,7 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
             "",
             "How many errors and warnings of `lint` are right, on files not written for it: "
             f"{unknown + unreadable + kinds.total():,} files of {len(data)} public repositories, those of "
-            "one commit about training, each content once per reading, without options, for "
+            "one commit that are about training, identical files once per reading, linted without options for "
             f"DeepSpeed 0.19.8 and Lightning 2.6.6. {unknown:,} are of no kind that `lint` knows, "
             f"{unreadable} have a value that it refuses, and {kinds.total():,} are of "
             f"{', '.join(kind for kind, _ in kinds.most_common(KINDS_SHOWN))} and {len(kinds) - KINDS_SHOWN} other "

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
+from scipy.stats import binom
 
 from bench.formatting import digits, plural
 from bench.judge.statistics import MIN_TRIALS
-from bench.judge.verdicts import DIFFERENT, Verdict
+from bench.judge.verdicts import ALPHA, DIFFERENT, Verdict
 from bench.plan.schedule import Ended
 from bench.report.ranking import interval_text
 from bench.tabular import markdown_table
@@ -56,7 +57,7 @@ def page(results: Results, command: str, known: Sequence[Known], planted: Sequen
         "",
         f"Written by `{command}`; seed {study.SEED}.",
         "",
-        *(["All targets are met.", ""] if not missed else []),
+        *(["All targets, which are of simulations, are met.", ""] if not missed else []),
         *(line for sentence in missed for line in (f"**Missed:** {sentence}", "")),
         *_other_days(results),
         *_elsewhere(results.elsewhere),
@@ -222,8 +223,8 @@ def _rates(results: Results) -> list[str]:
         "Cells are equally fast, or all slower than the baseline by the same share.",
         "",
         "Where the A/A pair is off there is no [verdict](method.md), which costs at most "
-        f"{max(0.0, 100 * lost):.1f} points of power. At most {percent(results.rates['same 1 %'].max())} of "
-        "comparisons are called the same within 1 %. A share near 5 % has a standard error of "
+        f"{max(0.0, 100 * lost):.1f} points of power. Of cells that differ by 1 %, at most "
+        f"{percent(results.rates['same 1 %'].max())} are called the same. A share near 5 % has a standard error of "
         f"{100 * (0.05 * 0.95 / results.reports) ** 0.5:.1f} points.",
         "",
         f"Targets: {'; '.join(study.TARGETS)}.",
@@ -243,10 +244,24 @@ def _real(known: Sequence[Known], planted: Sequence[Known]) -> list[str]:
         f"{len(known)} runs on {machine.cpu}, {machine.cores} cores ([trials](../results/noise/trials.csv)). Each "
         "holds `ddp-deferred` on one rank three times (itself, its A/A twin, and a third that is compared) and once "
         f"more with a sleep of {100 * DELAY:g} % per step, until intervals were narrower than "
-        f"{100 * budget.precision:g} % or, as in {late}, {budget.budget_s:g} s had passed. It is one rank, since two "
+        f"{100 * budget.precision:g} % or {budget.budget_s:g} s had passed, which ended {late} of them. It is one rank, since two "
         f"on two virtual cores have two modes, a factor of 1.5 apart. {_found(known)}",
         "",
         *_published(planted),
+        *_false_alarms([*known, *planted]),
+    ]
+
+
+def _false_alarms(runs: Sequence[Known]) -> list[str]:
+    """How many runs called the cell different from itself, and how probable as many are if the rate is ALPHA."""
+    count = sum(run.same.verdict in DIFFERENT for run in runs)
+    if not count:
+        return []
+    as_many = float(binom.sf(count - 1, len(runs), ALPHA))
+    return [
+        f"In all, {count} of {len(runs)} runs called the cell faster or slower than itself. At the limit of "
+        f"{100 * ALPHA:g} % per run, {count} or more come by chance in {100 * as_many:.0f} of 100 cases.",
+        "",
     ]
 
 

@@ -774,7 +774,7 @@ def blocks(run: Run, where: str, m: Groups) -> bool:
     "the slowest rank",
 )
 @rule(
-    "[Gg]loo reduces and scatters by a copy and an all-reduce, so what deferring saves is partly gloo's own cost",
+    "[Gg]loo reduces and scatters by a copy and an all-reduce, so these step times include a cost of gloo's own",
     "largest peak(?: of a rank)?",
     "(?:Times cannot|No times can) be compared",
     "More frameworks, at N = 4: popular",

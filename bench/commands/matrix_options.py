@@ -137,7 +137,7 @@ MATRIX_OPTIONS = (
         "B",
         "the backend to compare with, which is also compared with itself (A/A)",
     ),
-    MatrixOption("training.seed", "seed", "S", "seed of weights, tokens and order"),
+    MatrixOption("training.seed", "seed", "S", "seed of weights and tokens"),
     MatrixOption("axes.seed", "seeds", "S", "seeds of weights and tokens, as an axis"),
     MatrixOption(
         "workload.global_batch_size",

@@ -51,7 +51,7 @@ TRANSFER = "rankings of this model over gloo do not transfer to GPUs"
 """What does not follow from times on CPUs."""
 GLOO_SCATTERS = (
     "gloo reduces and scatters by a copy and an all-reduce, "
-    "so what deferring saves is partly gloo's own cost"
+    "so these step times include a cost of gloo's own"
 )
 """What limits times of backends that reduce-scatter on CPUs; docs/settings.md says how much."""
 CONTROL, VERDICTS, OTHER_DAYS = "A/A pair", "verdicts", "other days"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bench.formatting import digits
@@ -139,25 +139,30 @@ def _inside(low: float | None, high: float | None) -> str:
 
 
 def _times(data: Mapping[str, Any], last: Mapping[str, Any]) -> Iterator[str]:
-    before, then = last.get("times", {}), last.get("fixed", last)
+    before = last.get("times", {})
     yield from ("## Everything else", "", *_machine(data.get("fixed", data), data))
-    since = (
-        f"The last column compares with {then['date'][:10]}, commit {then['git']['commit'][:12]}."
-        if last
-        else ""
-    )
-    yield f"Medians of wall time unless said otherwise. {since}".rstrip()
+    rows, ratios = [], []
+    for name, timed in sorted(data["times"].items(), key=lambda item: -item[1]["seconds"]):
+        ratio_to_last = "-"
+        if name in before:
+            ratios.append(timed["seconds"] / before[name]["seconds"])
+            ratio_to_last = digits(ratios[-1])
+        rows.append((name, _seconds(timed["seconds"]), str(timed["runs"]), ratio_to_last))
+    yield f"Medians of wall time unless said otherwise. {_since(last, ratios)}".rstrip()
     yield ""
-    rows = [
-        (
-            name,
-            _seconds(timed["seconds"]),
-            str(timed["runs"]),
-            digits(timed["seconds"] / before[name]["seconds"]) if name in before else "-",
-        )
-        for name, timed in sorted(data["times"].items(), key=lambda item: -item[1]["seconds"])
-    ]
     yield from markdown_table(("what", "time", "runs", "time / last time"), rows)
+
+
+def _since(last: Mapping[str, Any], ratios: Sequence[float]) -> str:
+    """What the ratios to the last times compare with, and what they can show."""
+    if not ratios:
+        return ""
+    then = last.get("fixed", last)
+    return (
+        f"The last column compares with {then['date'][:10]}, commit {then['git']['commit'][:12]}, which was measured "
+        f"on another day and perhaps another machine. So its median, {digits(statistics.median(ratios))}, says nothing "
+        "of the code; what is far from it may."
+    )
 
 
 def _seconds(seconds: float) -> str:

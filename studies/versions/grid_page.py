@@ -31,7 +31,7 @@ INTRODUCTION = """## Weights of micro-batches by version
 Two windows of N = 4 micro-batches, SGD with learning rate 1, one process over gloo on the CPU. Right is 1/4 for each; \
 other weights are those of the first window, and those of the second where they differ. Each version was installed on \
 top of the project's environment (versions of transformers 4 with the Accelerate of their time, Lightning 2.1.4 with \
-DeepSpeed 0.15.4, which newer ones refuse); torch is {torch}, the only CPU build that could be had. `offload` is \
+DeepSpeed 0.15.4, which newer ones refuse); torch is {torch}. `offload` is \
 `offload_optimizer` on the CPU. Lightning's strategy asks for CUDA, so a subclass replaces the three methods that do. \
 `nox -s versions -- --weights` writes [version-weights.jsonl](version-weights.jsonl).
 """

@@ -122,7 +122,7 @@ def markdown(entries: Sequence[Entry], smokes: Sequence[Smoke], weights: str) ->
     measured_on = [f"- {words}: {', '.join(names)}." for words, names in environments.items()]
     if len(environments) == 1:
         measured_on = [f"{words}." for words in environments]
-    header = [*(smokes[0].packages if smokes else ()), "Python", "date", "result", "good"]
+    header = [*(smokes[0].packages if smokes else ()), "Python", "date", "result", "as expected"]
     lines = [INTRODUCTION, *varied_table(header, ends(smokes))]
     lines += [ACCUMULATION, *measured_on, ""]
     lines += markdown_table(["finding", "versions", "measured"], behaviour(entries))

@@ -223,12 +223,12 @@ def test_cells_without_a_bar_or_a_point_are_explained() -> None:
         assert note in found[stem].words.notes
 
 
-def test_figures_of_deferred_against_eager_times_say_what_of_them_is_gloos() -> None:
+def test_figures_of_times_that_reduce_scatter_over_gloo_say_so() -> None:
     told = {
         stem: note.partition(": ")[0]
         for stem, drawing in drawings_of("cpu").items()
         for note in drawing.words.notes
-        if "gloo's own cost" in note
+        if "a cost of gloo's own" in note
     }
     whose = "deepspeed-zero3 and fsdp2"  # ZeRO-2 all-reduces
     assert told == {"memory_vs_time": whose, "step_time": whose}

@@ -429,7 +429,8 @@ class OptimizerAudit:
             return
         ranks, numbers = sorted(missing.ranks), sorted(missing.numbers)
         text = (
-            f"of rank {pattern(ranks)} missing on other ranks in the gradient of {which} ({share})"
+            f"of {_ranks_in_words(ranks)} are missing on other ranks in the gradient of {which} "
+            f"({share})"
         )
         lines = places_of(self.backwards)
         if len(numbers) >= self.usual:
@@ -739,6 +740,14 @@ def _is_divided_again(weights: list[float]) -> bool:
     if divisor < 2 or not ratios:
         return False
     return all(abs(ratio / divisor - 1) < EQUAL for ratio in ratios)
+
+
+def _ranks_in_words(ranks: Sequence[int]) -> str:
+    """Ranks as a sentence names them: ``rank 0``, ``ranks 0 and 1``."""
+    names = some(list(map(str, ranks)))
+    if len(ranks) == 1:
+        return f"rank {names}"
+    return f"ranks {names}"
 
 
 def pattern(counts: list[int]) -> str:
