@@ -43,8 +43,8 @@ LIMITS = """\
 - Quantized training is recognized by names of functions in the graph (FP8, FP4, 8 bits); without one it may be called
   different.
 - Optimizers not derived from `torch.optim.Optimizer`, or with several backwards per step; `python -I` or `-E`.
-- Optimizers that amplify rounding without bound, such as exact factors of a rank-deficient gradient, may be called different;
-  so may a loss that depends on its micro-batch as a whole. Without a loader or an input that shows the samples, only a
+- Optimizers that amplify rounding without bound, such as exact factors of a rank-deficient gradient, may be called
+  different; so may a loss that depends on its micro-batch as a whole. Without a loader or an input that shows the samples, only a
   factor is called different."""
 PUBLIC = """\
 ## Scripts of other projects

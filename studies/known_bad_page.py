@@ -28,14 +28,14 @@ PACKAGES = {
 INTRODUCTION = """# Known-bad versions
 
 Versions of frameworks that accumulate gradients otherwise than their settings say. Each defect was measured on the \
-CPU over gloo with a small program without the bench: its *reproducer*. `doctor` compares what is installed with this \
-list, `lint` a config of DeepSpeed, and `audit` what a training uses.
+CPU over gloo with a small program without the bench: its *reproducer*. `doctor` compares what is installed with \
+this list, `lint` a config of DeepSpeed, and `audit` what a training uses.
 
 Unless an entry says otherwise, training goes on without an error, while updates are wrong by the rule of \
 [semantics](semantics.md), at each N >= 2. Weights are those of four micro-batches; 1/4 each is right unless an entry \
 says otherwise. A range begins at the oldest bad version that was measured. It ends where a version was measured to be \
-right or its source was read: upgrade, or do what stands after *Else*. `<=`, and `<2.14` of torch, end at the newest version \
-that was measured, and later ones may be bad too. Written from [advisories.toml](../bench/audit/advisories.toml), \
+right or its source was read: upgrade, or do what stands after *Else*. `<=`, and `<2.14` of torch, end at the newest \
+version that was measured, and later ones may be bad too. Written from [advisories.toml](../bench/audit/advisories.toml), \
 which has each cause, and each measured version with its result and date.
 """
 SEVERAL = {"accumulate": Wanted(least=2)}
@@ -168,8 +168,8 @@ def report(advisory: Advisory, words: Mapping[str, str]) -> str:
         words,
         f"{PACKAGES[advisory.package]} {versions(advisory.affected)}, {ending(advisory)}. Python 3.11, "
         "torch 2.13.0 (CPU build), gloo.",
-        f"The program prints lines of JSON. The table has `measured` of the line whose `case` is `{advisory.case}`; right would be "
-        f"{advisory.right}.",
+        f"The program prints lines of JSON. The table has `measured` of the line whose `case` is `{advisory.case}`; "
+        f"right would be {advisory.right}.",
         markdown_table(["version", "date", advisory.case, ""], rows),
         run,
         code,

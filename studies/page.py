@@ -244,8 +244,8 @@ def _real(known: Sequence[Known], planted: Sequence[Known]) -> list[str]:
         f"{len(known)} runs on {machine.cpu}, {machine.cores} cores ([trials](../results/noise/trials.csv)). Each "
         "holds `ddp-deferred` on one rank three times (itself, its A/A twin, and a third that is compared) and once "
         f"more with a sleep of {100 * DELAY:g} % per step, until intervals were narrower than "
-        f"{100 * budget.precision:g} % or {budget.budget_s:g} s had passed, which ended {late} of them. It is one rank, since two "
-        f"on two virtual cores have two modes, a factor of 1.5 apart. {_found(known)}",
+        f"{100 * budget.precision:g} % or {budget.budget_s:g} s had passed, which ended {late} of them. It is one "
+        f"rank, since two on two virtual cores have two modes, a factor of 1.5 apart. {_found(known)}",
         "",
         *_published(planted),
         *_false_alarms([*known, *planted]),

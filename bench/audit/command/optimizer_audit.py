@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from statistics import mode
 
@@ -31,7 +31,7 @@ from bench.audit.command.update_windows import (
     places_of,
 )
 from bench.findings import Finding, Level, error, good, note, warning
-from bench.formatting import plural
+from bench.formatting import plural, some
 
 LOW = {"bfloat16", "float16"}
 ROUNDED = 1e-4
