@@ -293,8 +293,9 @@ def _ratio(interval: list[float]) -> str:
 INTRODUCTION = """\
 `python -m bench audit -- torchrun --nproc-per-node 2 train.py ...` runs a training command unchanged, and says which
 weight each micro-batch of each rank has in each update. It adds no communication; seven scripts (plain, DDP, FSDP2,
-DeepSpeed, Accelerate, Lightning, HF Trainer) have the same losses with it as without it, bit for bit. `--expect N` is the
-number of micro-batches that an update should have, `--updates K` that of sampled updates of each optimizer (default: 8).
+DeepSpeed, Accelerate, Lightning, HF Trainer) have the same losses with it as without it, bit for bit. `--expect N` is
+the number of micro-batches that an update should have, `--updates K` that of sampled updates of each optimizer
+(default: 8).
 
 | verdict | exit status | what it says |
 | --- | --- | --- |

@@ -44,8 +44,8 @@ LIMITS = """\
   different.
 - Optimizers not derived from `torch.optim.Optimizer`, or with several backwards per step; `python -I` or `-E`.
 - Optimizers that amplify rounding without bound, such as exact factors of a rank-deficient gradient, may be called
-  different; so may a loss that depends on its micro-batch as a whole. Without a loader or an input that shows the samples, only a
-  factor is called different."""
+  different; so may a loss that depends on its micro-batch as a whole. Without a loader or an input that shows the
+  samples, only a factor is called different."""
 PUBLIC = """\
 ## Scripts of other projects
 

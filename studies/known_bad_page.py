@@ -35,8 +35,9 @@ Unless an entry says otherwise, training goes on without an error, while updates
 [semantics](semantics.md), at each N >= 2. Weights are those of four micro-batches; 1/4 each is right unless an entry \
 says otherwise. A range begins at the oldest bad version that was measured. It ends where a version was measured to be \
 right or its source was read: upgrade, or do what stands after *Else*. `<=`, and `<2.14` of torch, end at the newest \
-version that was measured, and later ones may be bad too. Written from [advisories.toml](../bench/audit/advisories.toml), \
-which has each cause, and each measured version with its result and date.
+version that was measured, and later ones may be bad too. Written from \
+[advisories.toml](../bench/audit/advisories.toml), which has each cause, and each measured version with \
+its result and date.
 """
 SEVERAL = {"accumulate": Wanted(least=2)}
 """What an entry is about if it does not say otherwise."""

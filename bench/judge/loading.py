@@ -159,8 +159,5 @@ def _judged(unjudged: Tables, records: Sequence[TrialRecord], manifest: Manifest
 
 def _in_order_of_matrix(recorded: Mapping[str, Cell], manifest: Manifest) -> dict[str, Cell]:
     """The recorded cells as the matrix has them, since the order of trials differs between runs."""
-    cells = {}
-    for cell in manifest.cells:
-        if cell.cell_id in recorded:
-            cells[cell.cell_id] = cell
-    return cells | recorded
+    planned = [cell.cell_id for cell in manifest.cells if cell.cell_id in recorded]
+    return {cell_id: recorded[cell_id] for cell_id in dict.fromkeys([*planned, *recorded])}
