@@ -116,7 +116,8 @@ def undecided_family(run: Run, where: str, m: Groups) -> bool:
 @rule(
     r"in this run(?![\w-])",
     r"over <k> runs",
-    r"in the first of <k> runs, of (?P<days>\d[\d-]+(?:(?:, | and )\d[\d-]+)*)",
+    r"in the first of <k> runs, of (?P<days>\d[\d-]+(?: and \d[\d-]+)?)",
+    r"in the first of <k> runs, on (?P<count>\d+) days from (?P<ends>\d[\d-]+ to \d[\d-]+)",
 )
 @rule(
     r"(?P<words>Times are means)(?= over)", r"verdicts are of this run(?=[:,])", r"runs=<k>(?=[ ])"
@@ -124,9 +125,15 @@ def undecided_family(run: Run, where: str, m: Groups) -> bool:
 def scope(run: Run, where: str, m: Groups) -> bool:
     """One run, or how many of which days."""
     k = 1 + len(run.others)
-    days = {each.about["started"][:10] for each in (run, *run.others)}
-    told = set(re.findall(r"\d{4}-\d\d-\d\d", m.get("days", "")))
-    return int(m.get("k") or k) == k and (k > 1 or "k" not in m) and told in (set(), days)
+    days = sorted({each.about["started"][:10] for each in (run, *run.others)})
+    when = {
+        "days": " and ".join(days),
+        "count": str(len(days)),
+        "ends": f"{days[0]} to {days[-1]}",
+    }
+    if any(m[key] != right for key, right in when.items() if key in m):
+        return False
+    return int(m.get("k") or k) == k and (k > 1 or "k" not in m)
 
 
 @rule(
@@ -544,6 +551,22 @@ def on_another_processor(run: Run, where: str, m: Groups) -> bool:
     found = [as_expected(run, there) for there in elsewhere()]
     told = [int(number) for number in re.findall(r"\d+", m["within"])]
     return told == [sum(each) for each in found] and {int(m["of"])} == set(map(len, found))
+
+
+@rule(r"torch (?P<version>\d+\.\d+)(?=,)")
+def on_torch(run: Run, where: str, m: Groups) -> bool:
+    """The minor version of all runs that a text is about."""
+    packages = [each.about["packages"]["torch"] for each in (run, *run.others)]
+    return all(found.startswith(f"{m['version']}.") for found in packages)
+
+
+@rule(r"By closed form ZeRO-2's memory ratio exceeds 1 in large models")
+def in_large_models(run: Run, where: str, m: Groups) -> bool:
+    """As the page of claims has the GiB of 8b, eager and deferred."""
+    page = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
+    (large,) = re.findall(r"GiB of 8b [^.]*? by closed form: [^.]*?ZeRO-2 (\d+) and (\d+)\.", page)
+    eager, deferred = map(int, large)
+    return deferred > eager
 
 
 @rule(r"FSDP2's times vary between trials")

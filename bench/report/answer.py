@@ -547,8 +547,11 @@ def _runs_text(data: Analysis) -> str:
     """The runs of a pool, in words that follow those on the trials of its first."""
     if data.pool.is_single:
         return ""
-    days = sorted(run.manifest.started[:10] for run in data.pool.runs)
-    return f" in the first of {len(days)} runs, of {some(list(dict.fromkeys(days)))}"
+    days = sorted({run.manifest.started[:10] for run in data.pool.runs})
+    when = f"of {some(days)}"
+    if len(days) > 2:
+        when = f"on {len(days)} days from {days[0]} to {days[-1]}"
+    return f" in the first of {len(data.pool.runs)} runs, {when}"
 
 
 def shortened(text: str) -> str:

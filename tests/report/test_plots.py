@@ -19,7 +19,7 @@ from PIL import Image
 from bench.formatting import at_most
 from bench.judge.analysis import Analysis
 from bench.judge.loading import Run, load
-from bench.judge.verdicts import Verdict
+from bench.judge.verdicts import DIFFERENT, Verdict
 from bench.plan.cell import Cell
 from bench.report import bars, figures, style
 from bench.report.canvas import Drawing
@@ -135,7 +135,8 @@ def test_titles_are_findings_and_wrong_backends_are_named() -> None:
     leanest, fastest = (
         cells[name].astype(float).idxmin() for name in ("peak_memory_bytes", "step_time_s")
     )
-    assert found["memory_vs_time"].startswith(f"At N = 8, {fastest} has the shortest step time (")
+    shortest = f"At N = 8, {fastest} (?:is fastest|has the shortest step time) \\("
+    assert re.match(shortest, found["memory_vs_time"])
     assert leanest in found["memory_vs_time"]
     deviating = drawings_of("curves")["loss_curves"].words.title
     assert deviating.startswith("lightning-deepspeed-zero2 and lightning-deepspeed-zero3 ")
@@ -256,7 +257,12 @@ def test_a_run_over_two_nodes_has_its_machine_its_arrows_and_its_names() -> None
         "run 200mbit; machine: 2 nodes of AMD EPYC, 1 core, no GPU each; torch "
     )
     assert all(shape in words.notes[0] for shape in SHAPES.values())
-    assert arrows(figure) == 9, "two of them lead to hsdp-deferred-all-reduce"
+    decided = [
+        Analysis(run=run(LINK)).compared(*pair).verdict in DIFFERENT  # type: ignore[union-attr]
+        for n in (1, 4, 16)
+        for pair in sync_pairs_of(LINK, n)
+    ]
+    assert arrows(figure) == sum(decided) > 0, "two of them lead to hsdp-deferred-all-reduce"
     assert legible.words(figure).count("hsdp-deferred-all-reduce") == 3
     assert "-." in {line.get_linestyle() for line in found["step_time"].figure.axes[0].lines}
     bars_of = {
