@@ -117,7 +117,7 @@ def undecided_family(run: Run, where: str, m: Groups) -> bool:
     r"in this run(?![\w-])",
     r"over <k> runs",
     r"in the first of <k> runs, of (?P<days>\d[\d-]+(?: and \d[\d-]+)?)",
-    r"in the first of <k> runs, on (?P<count>\d+) days from (?P<ends>\d[\d-]+ to \d[\d-]+)",
+    r"in the first of <k> runs, on (?P<num_days>\d+) days from (?P<span>\d[\d-]+ to \d[\d-]+)",
 )
 @rule(
     r"(?P<words>Times are means)(?= over)", r"verdicts are of this run(?=[:,])", r"runs=<k>(?=[ ])"
@@ -128,8 +128,8 @@ def scope(run: Run, where: str, m: Groups) -> bool:
     days = sorted({each.about["started"][:10] for each in (run, *run.others)})
     when = {
         "days": " and ".join(days),
-        "count": str(len(days)),
-        "ends": f"{days[0]} to {days[-1]}",
+        "num_days": str(len(days)),
+        "span": f"{days[0]} to {days[-1]}",
     }
     if any(m[key] != right for key, right in when.items() if key in m):
         return False
