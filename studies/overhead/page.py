@@ -159,9 +159,9 @@ def _since(last: Mapping[str, Any], ratios: Sequence[float]) -> str:
         return ""
     then = last.get("fixed", last)
     return (
-        f"The last column compares with {then['date'][:10]}, commit {then['git']['commit'][:12]}, which was measured "
-        f"on another day and perhaps another machine. So its median, {digits(statistics.median(ratios))}, says nothing "
-        "of the code; what is far from it may."
+        f"The last column compares with {then['date'][:10]}, commit {then['git']['commit'][:12]}, on another day and "
+        f"perhaps another machine: only what is far from its median, {digits(statistics.median(ratios))}, may be the "
+        "code's."
     )
 
 
