@@ -107,7 +107,7 @@ def test_each_torch_runs_with_the_lowest_and_the_newest_of_the_others(
     page = (tmp_path / "versions.md").read_text()
     assert "*torch* 2.11.0, 2.15.0." in page
     assert "*lightning* 2.6.0 and 2.6.6; *deepspeed* 1.0; *transformers* 5.0.0 and 5.23.0" in page
-    assert "*result* a|b; *good* yes." in page
+    assert "*result* a|b; *as expected* yes." in page
     assert command.main(["lightning==x", "--out", str(tmp_path)]) == 2, "the runs are read again"
 
 
