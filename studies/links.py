@@ -33,6 +33,7 @@ from bench.forecast.prediction import predicted_communication
 from bench.forecast.prediction_text import ACCURACY, EstimateAccuracy
 from bench.formatting import rate, some
 from bench.judge.analysis import Analysis, CellRow
+from bench.judge.caveats import GLOO_SCATTERS
 from bench.judge.expected import settings_of
 from bench.judge.loading import Run, load
 from bench.judge.pairs import record
@@ -213,8 +214,7 @@ def draw(study: Study) -> Drawing:
             "Vertical lines are 95 % intervals over trials. Filled: shown to be faster than the eager backend of the "
             "same sharding, by the verdict; hollow: no such verdict. At N = 1 there is nothing to defer. Rates are not "
             "to scale, and the backends at a rate stand side by side.",
-            "Of FSDP2 and HSDP: gloo reduces and scatters by a copy and an all-reduce, so these step times include a "
-            "cost of gloo's own.",
+            f"Of FSDP2 and HSDP: {GLOO_SCATTERS}.",
         ],
     )
     keys: list[style.Key] = [
@@ -304,9 +304,8 @@ def _ratios_page(frame: pd.DataFrame) -> Iterator[str]:
     yield from ("## Deferred against eager", "")
     yield "Step time over that of the eager backend with the same sharding, its 95 % interval, and the verdict of the"
     yield "run's own report, which corrects for all comparisons; then, after a semicolon, the predicted ratio of serial"
-    yield "steps. For it the compute of a cell is what its communication leaves of its step without a limit. Gloo"
-    yield "reduces and scatters by a copy and an all-reduce, so step times under FSDP2, HSDP and ZeRO-3 include a cost"
-    yield "of gloo's own ([how much](../../docs/settings.md#fsdp2))."
+    yield "steps. For it the compute of a cell is what its communication leaves of its step without a limit."
+    yield f"Under FSDP2, HSDP and ZeRO-3 {GLOO_SCATTERS} ([how much](../../docs/settings.md#fsdp2))."
     yield ""
     found: dict[tuple[str, int], list[str]] = {}
     for row in rows_of(frame.sort_values(["accumulate", "deferred"], kind="stable")):

@@ -87,7 +87,10 @@ def add(commands: CommandParsers) -> None:
         action="store_true",
         help="start each trial in a new interpreter, not from the fork server",
     )
-    words = "train every cell with this commit of the bench too, in the same blocks, for compare; one node alone"
+    words = (
+        "train every cell with this commit of the bench too, in the same blocks, for compare; "
+        "one node alone"
+    )
     option("--against", metavar="COMMIT", help=words)
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--quiet", action="store_true", help="print nothing before the answer")

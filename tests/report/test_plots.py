@@ -257,8 +257,9 @@ def test_a_run_over_two_nodes_has_its_machine_its_arrows_and_its_names() -> None
         "run 200mbit; machine: 2 nodes of AMD EPYC, 1 core, no GPU each; torch "
     )
     assert all(shape in words.notes[0] for shape in SHAPES.values())
+    data = Analysis(run=run(LINK))
     decided = [
-        Analysis(run=run(LINK)).compared(*pair).verdict in DIFFERENT  # type: ignore[union-attr]
+        data.compared(*pair).verdict in DIFFERENT  # type: ignore[union-attr]
         for n in (1, 4, 16)
         for pair in sync_pairs_of(LINK, n)
     ]

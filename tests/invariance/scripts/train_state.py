@@ -156,9 +156,8 @@ rows = torch.randint(VOCABULARY, (ROWS * UPDATES, 9), generator=torch.Generator(
 if variant.startswith("lengths"):  # rows of a window have from 2 to 9 tokens that count
     kept = torch.arange(ROWS * UPDATES) * 5 % 8 + 1
     labels = rows.masked_fill(torch.arange(9) > kept[:, None], -100)
-elif variant.startswith(
-    "empty"
-):  # of 4 micro-batches of a window the second has no token that counts
+elif variant.startswith("empty"):
+    # Of 4 micro-batches of a window the second has no token that counts.
     is_empty = torch.arange(ROWS * UPDATES) % ROWS // 2 == 1
     labels = rows.masked_fill(is_empty[:, None], -100)
 else:
