@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.errors import BAD, GOOD, INTERRUPTED, WRONG, InputError
-from bench.findings import Level
+from bench.findings import Finding, Level
 from bench.judge.integrity import check
 from bench.run import trial_code
 from bench.run.journal import JOURNAL, MANIFEST
@@ -99,19 +99,27 @@ def show() -> int:
         if why := reasons(row, late):
             late[row.name] = row
         print(f"{row.name:<11}  {row.minutes:4.0f} min  {'; '.join(why) or 'up to date'}")
-        for finding in (
-            (found for folder in _runs(row.paths) for found in check(folder)) if row.is_run else ()
-        ):
-            if finding.level is Level.ERROR:
-                print(f"{'':<23}ERROR, {finding.topic}: {finding.text}")
-                bad += 1
-    total = sum(row.minutes for row in late.values())
-    print(
-        f"out of date: {len(late)}; to make them, about {total:.0f} min: nox -s results -- --all"
-        if late
-        else ""
-    )
+        for error in _errors(row):
+            print(f"{'':<23}ERROR, {error.topic}: {error.text}")
+            bad += 1
+    if late:
+        total = sum(row.minutes for row in late.values())
+        print(
+            f"out of date: {len(late)}; to make them, about {total:.0f} min: nox -s results -- --all"
+        )
     return BAD if late or bad else GOOD
+
+
+def _errors(row: Made) -> list[Finding]:
+    """What ``python -m bench check`` calls an error in the runs of a row."""
+    if not row.is_run:
+        return []
+    return [
+        found
+        for folder in _runs(row.paths)
+        for found in check(folder)
+        if found.level is Level.ERROR
+    ]
 
 
 def make(names: Collection[str], every: bool) -> int:
@@ -126,12 +134,11 @@ def make(names: Collection[str], every: bool) -> int:
             print(f"== {row.name}, about {row.minutes:.0f} min", flush=True)
             if not _make(row):
                 late[row.name] = row
-    print(
-        f"failed: {', '.join(late)}"
-        if late
-        else "all were made: read the differences, then commit them"
-    )
-    return BAD if late else GOOD
+    if late:
+        print(f"failed: {', '.join(late)}")
+        return BAD
+    print("all were made: read the differences, then commit them")
+    return GOOD
 
 
 def _make(row: Made) -> bool:
