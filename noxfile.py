@@ -73,6 +73,10 @@ UV_NAMES = {
 """uv's variables for pip's settings of where packages are."""
 
 
+PIP_SECTIONS = ("global", "install", ":env:")
+"""What ``pip install`` reads of its settings, the later the more it counts; variables are the last."""
+
+
 def pip_settings() -> dict[str, str]:
     """Variables that make uv, which reads no setting of pip, find packages, such as torch's build, where pip does."""
     if not (pip := shutil.which("pip") or shutil.which("pip3")):
@@ -81,12 +85,12 @@ def pip_settings() -> dict[str, str]:
         [pip, "config", "list"], stdout=subprocess.PIPE, text=True, check=True
     ).stdout
     found = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # pip's: the best version of all indexes
-    for line in sorted(
-        listed.splitlines(), reverse=True
-    ):  # variables, :env:, come after files, since they count more
-        key, _, value = line.partition("=")
-        if name := UV_NAMES.get(key.rpartition(".")[2]):
-            found[name] = value.strip("'")
+    for section in PIP_SECTIONS:
+        for line in listed.splitlines():
+            key, _, value = line.partition("=")
+            place, _, name = key.rpartition(".")
+            if place == section and name in UV_NAMES:
+                found[UV_NAMES[name]] = value.strip("'")
     return found
 
 

@@ -6,6 +6,7 @@ Its exit statuses are in ``bench.errors``.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import errno
 import importlib
@@ -112,28 +113,43 @@ def _main(argv: Sequence[str] | None) -> int:
     given = argv
     if given is None:
         given = sys.argv[1:]
+    status = GOOD
     try:
         with terminate_as_interrupt():
             parser = _parser()
             _refuse_mangled(given)
             if not given:
                 parser.print_help()
+                print(end="", flush=True)
                 return GOOD
             arguments, unknown = parser.parse_known_args(given)
             if unknown:
                 parser.commands[arguments.command].refuse(unknown)
             if arguments.command in TRAINING:
                 _require_training(arguments.command)
-            return int(_module(arguments.command).run(arguments))
+            status = int(_module(arguments.command).run(arguments))
+            print(end="", flush=True)
+            return status
+    except SystemExit:  # after --help and --version
+        _settle_output()
+        raise
     except InputError as error:
         print(f"bench: {plain(error)}", file=sys.stderr)
         return WRONG
     except BrokenPipeError:
         # The reader (head, less) has closed the pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return GOOD
+        _settle_output()
+        return status
     except (KeyboardInterrupt, Exception) as error:
         return _ended(error, is_debugged=DEBUG in given)
+
+
+def _settle_output() -> None:
+    """Drop what standard output does not take: Python would try again at its end, and complain."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _ended(error: BaseException, *, is_debugged: bool) -> int:
@@ -143,6 +159,13 @@ def _ended(error: BaseException, *, is_debugged: bool) -> int:
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = shown(plain(error.filename))
         print(f"bench: {name}: no file has so long a name; give a shorter one", file=sys.stderr)
+        return WRONG
+    if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        _settle_output()
+        with contextlib.suppress(OSError):  # the same disk
+            print(
+                "bench: the disk is full, so not all was written; free some space", file=sys.stderr
+            )
         return WRONG
     if is_debugged:
         traceback.print_exception(error)

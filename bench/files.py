@@ -83,8 +83,11 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """A draft that takes the place of a file at the end of the block.
 
     ``durable``: once it is on disk. Neither the draft nor the file is followed if it is a link, so
-    nothing is written outside of their folder.
+    nothing is written outside of their folder. Raises IsADirectoryError for
+    a path without a name, such as ``.``.
     """
+    if not path.name:
+        raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
     draft = path.with_name(f"{path.name}.tmp")
     draft.unlink(missing_ok=True)
     try:

@@ -47,10 +47,11 @@ def size(number: float) -> str:
 
 def rate(bytes_per_s: float) -> str:
     """A rate with a unit: ``50 GB/s``."""
-    for scale, unit in ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s")):
-        if bytes_per_s >= scale:
-            return f"{bytes_per_s / scale:.3g} {unit}"
-    return f"{bytes_per_s:.3g} B/s"
+    shown = float(f"{bytes_per_s:.3g}")
+    for scale, unit in ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
+        if shown >= scale:
+            return f"{shown / scale:g} {unit}"
+    return f"{shown:g} B/s"
 
 
 def unit_of(most: float) -> tuple[float, str]:

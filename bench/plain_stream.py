@@ -9,9 +9,11 @@ so that a Python without any gets a clear line.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TextIO, cast
 
 from bench.formatting import TERMINAL
@@ -51,11 +53,15 @@ class PlainStream:
 
 @contextlib.contextmanager
 def plain_streams() -> Iterator[None]:
-    """Let standard output and standard error of this process write what is harmless alone."""
+    """Let standard output and standard error of this process write what is harmless alone.
+
+    What is meant for one that was closed before the process began is dropped.
+    """
     out, err = sys.stdout, sys.stderr
-    sys.stdout = cast("TextIO", PlainStream(out))
-    sys.stderr = cast("TextIO", PlainStream(err))
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = out, err
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+        sys.stdout = cast("TextIO", PlainStream(nowhere if out is None else out))
+        sys.stderr = cast("TextIO", PlainStream(nowhere if err is None else err))
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = out, err

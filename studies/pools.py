@@ -385,9 +385,10 @@ def misses(found: pd.DataFrame) -> list[str]:
         ("next", "of next runs fall into their interval", *TARGETS_OF["next"]),
     ):
         if bad := [row for row in rows if not met(row[column])]:
-            rates = sorted({f"{100 * row[column]:.1f}" for row in bad})
+            rates = [row[column] for row in bad]
             names = ", ".join(f"{row['runs']} {row['way']}" for row in bad)
-            ends = " to ".join(dict.fromkeys((rates[0], rates[-1])))
+            shown = [f"{100 * rate:.1f}" for rate in (min(rates), max(rates))]
+            ends = " to ".join(dict.fromkeys(shown))
             told.append(f"{ends} % {words} (target {target}): {names} runs.")
     return told
 

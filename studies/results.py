@@ -52,10 +52,13 @@ def rows() -> tuple[Made, ...]:
     """The rows of made.toml, with the sets of code that they name."""
     read = tomllib.loads(Path(__file__).with_name("made.toml").read_text(encoding="utf-8"))
     sets: dict[str, list[str]] = read["sets"] | {"training": training()}
-    return tuple(
-        Made(**row | {"code": [p for c in row["code"] for p in sets.get(c, [c])]})
-        for row in read["made"]
-    )
+    found = []
+    for row in read["made"]:
+        code: list[str] = []
+        for name in row["code"]:
+            code += sets.get(name, [name])
+        found.append(Made(**row | {"code": code}))
+    return tuple(found)
 
 
 def training() -> list[str]:

@@ -15,16 +15,8 @@ from scipy import stats
 
 from bench.judge.statistics import Array
 
-
-@dataclass(frozen=True, slots=True)
-class Called:
-    """What a rule says of each comparison."""
-
-    sign: NDArray[np.int_]
-    """1 for slower, -1 for faster, 0 for not different."""
-    low: Array | None = None
-    high: Array | None = None
-    """The ends of the ratio's interval, if the tool prints one."""
+Signs = NDArray[np.int_]
+"""What a rule says of each comparison: 1 for slower, -1 for faster, 0 for not different."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,66 +25,56 @@ class Rule:
 
     name: str
     trials: int
-    judge: Callable[[Array, Array], Called]
+    judge: Callable[[Array, Array], Signs]
     about: str
 
 
-def _sign(ratio: Array, different: NDArray[np.bool_]) -> NDArray[np.int_]:
+def _sign(ratio: Array, different: NDArray[np.bool_]) -> Signs:
     return np.where(different, np.where(ratio > 1, 1, -1), 0)
 
 
-def one_mean(a: Array, b: Array) -> Called:
+def one_mean(a: Array, b: Array) -> Signs:
     """Means of the steps of one run each, different if they are more than 2 % apart."""
     ratio = a[:, 0].mean(axis=1) / b[:, 0].mean(axis=1)
-    return Called(_sign(ratio, np.abs(np.log(ratio)) > np.log(1.02)))
+    return _sign(ratio, np.abs(np.log(ratio)) > np.log(1.02))
 
 
-def hyperfine(a: Array, b: Array) -> Called:
+def hyperfine(a: Array, b: Array) -> Signs:
     """Means of 10 runs, with ratio * sqrt((s/m)^2 + (s/m)^2), the scatter of runs; different if 1 is beyond it."""
     runs = [cell[:, :10].mean(axis=2) for cell in (a, b)]
     mean_a, mean_b = (run.mean(axis=1) for run in runs)
     sd_a, sd_b = (run.std(axis=1, ddof=1) for run in runs)
     ratio = mean_a / mean_b
     sigma = ratio * np.sqrt((sd_a / mean_a) ** 2 + (sd_b / mean_b) ** 2)
-    return Called(_sign(ratio, np.abs(ratio - 1) > sigma), ratio - sigma, ratio + sigma)
+    return _sign(ratio, np.abs(ratio - 1) > sigma)
 
 
-def pyperf(processes: int) -> Callable[[Array, Array], Called]:
+def pyperf(processes: int) -> Callable[[Array, Array], Signs]:
     """The rule for a number of processes: Student's t on 3 values each after 1 to warm up, all taken as independent."""
 
-    def judge(a: Array, b: Array) -> Called:
+    def judge(a: Array, b: Array) -> Signs:
         values = [cell[:, :processes, 1:4].reshape(len(cell), -1) for cell in (a, b)]
         mean_a, mean_b = (value.mean(axis=1) for value in values)
         sd_a, sd_b = (value.std(axis=1, ddof=1) for value in values)
         n = values[0].shape[1]
         error = np.sqrt((sd_a**2 + sd_b**2) / n)
         reach = error * stats.t.ppf(0.975, 2 * n - 2)
-        ratio, gap = mean_a / mean_b, reach / mean_b
-        return Called(_sign(ratio, np.abs(mean_a - mean_b) > reach), ratio - gap, ratio + gap)
+        return _sign(mean_a / mean_b, np.abs(mean_a - mean_b) > reach)
 
     return judge
 
 
-def asv(factor: float) -> Callable[[Array, Array], Called]:
+def asv(factor: float) -> Callable[[Array, Array], Signs]:
     """The rule for a factor: U test on 10 steps of 2 processes with p < 0.002, and medians farther apart than that."""
 
-    def judge(a: Array, b: Array) -> Called:
+    def judge(a: Array, b: Array) -> Signs:
         ours, theirs = (cell[:, :2, :10].reshape(len(cell), -1) for cell in (a, b))
         p_values = stats.mannwhitneyu(ours, theirs, axis=1, method="asymptotic").pvalue
         ratio = np.median(ours, axis=1) / np.median(theirs, axis=1)
         different = (p_values < 0.002) & (np.abs(np.log(ratio)) > np.log(factor))
-        (low_a, high_a), (low_b, high_b) = _median_interval(ours), _median_interval(theirs)
-        return Called(_sign(ratio, different), low_a / high_b, high_a / low_b)
+        return _sign(ratio, different)
 
     return judge
-
-
-def _median_interval(values: Array) -> tuple[Array, Array]:
-    """99 % interval of the median by the order statistics of the binomial distribution."""
-    n = values.shape[1]
-    rank = max(int(stats.binom.ppf(0.005, n, 0.5)) - 1, 0)
-    ordered = np.sort(values, axis=1)
-    return ordered[:, rank], ordered[:, n - 1 - rank]
 
 
 RULES: tuple[Rule, ...] = (

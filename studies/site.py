@@ -39,6 +39,8 @@ LANDING = {
 """The first tabs: what visitors come for."""
 GUIDE = ("commands", "ci", "lint", "matrix", "results", "gpu", "hosts", "offline", "architecture")
 """Pages of docs/ on how to use it; all others are on what was found and how."""
+BUILT = {"pages", "html", "mkdocs.yml"}
+"""What the folder of a site holds: pages as they are staged, the site, and its configuration."""
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)")
 ADDRESS = re.compile(r"[a-z]+:", re.IGNORECASE)
 STYLE = """[data-md-color-scheme="slate"] .md-content img { background: #fff; padding: .4rem; border-radius: .2rem }
@@ -53,8 +55,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m studies.site", description="Build the site from the committed pages."
     )
-    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / ".nox" / "site")
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        default=ROOT / ".nox" / "site",
+        help="a new folder, or one with a site, which is emptied (default: %(default)s)",
+    )
     out = parser.parse_args(argv).folder.resolve()
+    if out.exists() and not _is_site(out):
+        raise SystemExit(f"{out}: is no folder with a site, and is not emptied; name a new one")
     config = stage(out)
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config)]
     quiet = {"NO_MKDOCS_2_WARNING": "1"}  # of the theme, on its successor
@@ -65,6 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"written: {html}; to read and search it: python -m http.server -d {html} -b 127.0.0.1"
         )
     return status
+
+
+def _is_site(folder: Path) -> bool:
+    """Whether it is empty, or holds nothing but what is built here."""
+    return folder.is_dir() and {path.name for path in folder.iterdir()} <= BUILT
 
 
 def stage(out: Path) -> Path:

@@ -166,6 +166,6 @@ def rivals(noise: Noise, reports: int) -> pd.DataFrame:
         called = {effect: rule.judge(other * math.exp(by), base) for effect, by in EFFECTS.items()}
         rows.append(
             {"rule": rule.name, "trials": rule.trials}
-            | {n: float((c.sign != 0).mean()) for n, c in called.items()}
+            | {n: float((sign != 0).mean()) for n, sign in called.items()}
         )
     return pd.DataFrame(rows)

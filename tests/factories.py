@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import io
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -251,6 +254,16 @@ def failed(status: Status = Status.CRASHED, reason: str = "rank 1: ValueError: n
         wall_s=1.5,
         traceback="Traceback: line of the cause\n",
     )
+
+
+class GoneReader(io.StringIO):
+    """Standard output whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    def fileno(self) -> int:
+        return os.open(os.devnull, os.O_WRONLY)
 
 
 class FakeLauncher:

@@ -40,7 +40,7 @@ from bench.report import figures
 from bench.run import start
 from bench.run.journal import Journal, read_document, write_document
 from tests.conftest import ROOT
-from tests.factories import ALL_PASSES, FakeLauncher, Script, failed, make_rank
+from tests.factories import ALL_PASSES, FakeLauncher, GoneReader, Script, failed, make_rank
 
 MATRIX = """
 device = "cpu"
@@ -126,6 +126,7 @@ FILES = {
     "auto.toml": MATRIX.replace("[1, 2]", '"auto"'),
     "empty.toml": "",
     "short.txt": "x" * 64,
+    "ds.json": '{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}',
     "gpt2.json": '{"model_type": "gpt2"}',
     "llama.json": '{"model_type": "llama", "hidden_size": "wide", "num_attention_heads": 2}',
 }
@@ -223,6 +224,7 @@ BAD_INPUT = {
         ("--matrix auto.toml", r"axes.accumulate is 'auto', which needs axes.micro_batch_size"),
         ("--matrix empty.toml", r"empty.toml: device is missing; .* cpu, cuda"),
         ("--resume nowhere", r"nowhere: holds no run \(run.json: "),
+        ("--against ''", r"--against: the name is empty"),
     ],
     "": [
         ("walk", r"invalid choice: 'walk' .*run.*plan.*backends.*report"),
@@ -231,7 +233,9 @@ BAD_INPUT = {
             "report nowhere",
             r"nowhere: holds no run \(run.json: ",
         ),
+        ("cite ''", r"RUN.*: the name is empty"),
         ("lint", r"name at least one config"),
+        ("lint ds.json --sarif .", r"--sarif .: cannot be written \(Is a directory\)"),
         ("lint x --samples 0", r"argument --samples: '0' is .* from 1 to"),
         ("lint x --world-size two", r"argument --world-size: 'two'"),
         ("lint x --deepspeed-version new", r"'new' is no version such as 0.18.2"),
@@ -255,7 +259,10 @@ BAD_INPUT = {
                 f"--matrix gpu --on '{gpus}'",
                 f"--on: '{gpus}' does not name GPUs, such as '1 x H100 80GiB'",
             )
-            for gpus in ("", "H100", "80GiB", "0 x H100 80GiB", "2 x H100", "H100 80", "H100 0GiB")
+            for gpus in (
+                *("", "H100", "80GiB", "0 x H100 80GiB", "2 x H100", "H100 80", "H100 0GiB"),
+                f"H100 {'9' * 400}GiB",
+            )
         ),
     ],
     "semantics": [
@@ -316,6 +323,8 @@ BAD_INPUT = {
         ("--window-size 1,5", r"--window-size: '1,5' is .* from 2 on"),
         ("--epoch half", r"--epoch: 'half' is not of whole, partial, short"),
         ("--optimizer-time -1", r"--optimizer-time: '-1' is not a number above 0"),
+        ("--optimizer-time x", r"--optimizer-time: 'x' is not a number above 0"),
+        ("--out ''", r"--out: the name is empty"),
         ("--strategy fsdp", r"--strategy: invalid choice: 'fsdp'"),
         ("--accumulate 1 --epoch short", r"--accumulate 1: has no partial"),
         ("--out /dev/null/out", r"--out /dev/null/out: cannot be written"),
@@ -334,6 +343,8 @@ BAD_INPUT = {
         ("--link 400gbps", "--link"),
         ("--link intra=450GB/s", "--link"),
         ("--link intra=450GB/s,inter=50", "--link"),
+        ("--link intra=450GB/s,inter=50GB/s,20us", "--link"),
+        ("--link intra=450GB/s,intra=9GB/s,inter=50GB/s", "--link"),
         ("--link intra=450GB/s,inter=50GB/s", "--node-size"),
         ("--link 50GB/s --node-size 8", "--node-size"),
         ("--link intra=450GB/s,inter=50GB/s --node-size 7", "--node-size"),
@@ -384,6 +395,10 @@ BAD_INPUT = {
         (
             "--batch 128 --link H100 --peak H100 --micro-batch 2",
             r"--micro-batch: --batch searches it",
+        ),
+        (
+            "--batch 128 --link H100 --peak H100 --exact --backend fsdp2-eager",
+            r"--exact: measures one cell",
         ),
         (
             "--batch 128 --link H100 --peak H100 --plot front.svg",
@@ -964,19 +979,46 @@ def test_tables_are_rebuilt_from_the_journal_alone(place: Place) -> None:
     )
 
 
+def test_a_failed_trace_leaves_files_as_they_were(place: Place) -> None:
+    finished_run(place)
+    label = "ddp-deferred N=2 W=2 fp32"
+    place.refused("trace", "out", label, "--out", "out")
+    Path("folder.json.gz").mkdir()
+    assert "Is a directory" in place.refused("trace", "out", label, "--out", "folder.json.gz")
+    with_launcher(place, lambda spec, number: failed(reason="no luck"))
+    Path("old.json.gz").write_bytes(b"an earlier trace")
+    before = place.files()
+    for name in ("old.json.gz", "new.json.gz"):
+        status, _, err = place.call("trace", "out", label, "--out", name)
+        assert status == BAD and "no luck" in err
+    assert place.files() == before
+
+
+def test_a_run_whose_reader_has_gone_says_how_to_go_on(place: Place) -> None:
+    with_launcher(place)
+    place.patch.setattr(sys, "stdout", GoneReader())
+    assert main(["run", "--matrix", place.matrix(), "--out", "out"]) == INTERRUPTED
+    assert "go on with: python -m bench run --resume out" in place.capture.readouterr().err
+
+
 def test_as_a_program(tmp_path: Path) -> None:
-    """The exit status of the process, and a reader that goes away early."""
+    """The exit status of the process, a reader that goes away early, and a full disk."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     script = textwrap.dedent(
         f"""
         {sys.executable} -m bench plan --matrix nope; echo "status $?"
         {sys.executable} -m bench plan --matrix cpu | head -1 > /dev/null; echo "status ${{PIPESTATUS[0]}}"
+        {sys.executable} -m bench check {ROOT}/results/cpu | true; echo "status ${{PIPESTATUS[0]}}"
+        {sys.executable} -m bench backends > /dev/full; echo "status $?"
+        {sys.executable} -m bench check {ROOT}/results/cpu --citation - <&-; echo "status $?"
+        {sys.executable} -m bench check {ROOT}/results/cpu >&-; echo "status $?"
         """
     )
     done = subprocess.run(
         ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
-    assert done.stdout == "status 2\nstatus 0\n"
-    assert (
-        done.stderr.startswith("bench: --matrix nope: unknown; ") and done.stderr.count("\n") == 1
-    )
+    assert re.findall("[0-9]+", done.stdout) == ["2", "0", "0", "2", "2", "0"]
+    unknown, full, closed = done.stderr.splitlines()
+    assert unknown.startswith("bench: --matrix nope: unknown; ")
+    assert full.startswith("bench: the disk is full")
+    assert closed.startswith("bench: --citation -: standard input is closed")

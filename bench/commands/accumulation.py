@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 
 from bench.commands.options import (
@@ -47,6 +48,7 @@ def add(commands: CommandParsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from bench.audit.dtypes import WINDOWS, row_text, table
+    from bench.launch.launcher import LauncherError
 
     windows: Sequence[int] = ()
     if arguments.errors:
@@ -59,11 +61,15 @@ def run(arguments: argparse.Namespace) -> int:
         device=Device(arguments.device),
     )
     status = GOOD
-    for row in rows:
-        if row["dtype"] not in {"fp32", Status.UNSUPPORTED}:
-            status = BAD
-        if arguments.json:
-            print(json.dumps(row), flush=True)
-        else:
-            print(row_text(row), flush=True)
+    try:
+        for row in rows:
+            if row["dtype"] not in {"fp32", Status.UNSUPPORTED}:
+                status = BAD
+            if arguments.json:
+                print(json.dumps(row), flush=True)
+            else:
+                print(row_text(row), flush=True)
+    except LauncherError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return BAD
     return status

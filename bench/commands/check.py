@@ -64,6 +64,8 @@ def _citation_findings(places: Sequence[Path], name: str) -> list[Finding]:
     place, advice = f"--citation {name}", "name a file with what cite printed"
     try:
         if name == "-":
+            if sys.stdin is None:
+                raise InputError(f"{place}: standard input is closed; {advice}")
             text = sys.stdin.read()
         else:
             text = files.read(Path(name), place, advice).decode()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.commands.options import CommandParsers, all_folders
+from bench.commands.options import CommandParsers, all_folders, filled
 from bench.errors import BAD, GOOD, InputError
 from bench.files import plots_folder
 from bench.findings import Level
@@ -36,6 +36,7 @@ def add(commands: CommandParsers) -> None:
     option(
         "words",
         nargs="+",
+        type=filled,
         metavar="RUN [RUN ...] [CELL [CELL]]",
         help=(
             "folders of runs, or folders that hold runs; then a cell's id or its beginning, or "

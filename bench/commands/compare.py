@@ -157,15 +157,15 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = _chosen(arguments)
     a, b = chosen.a, chosen.b
     pairs, never = _measured(chosen, str(arguments.runs[0]))
-    if arguments.out:
-        with files.writing(f"--out {arguments.out}"):
-            arguments.out.mkdir(parents=True, exist_ok=True)
     is_same = a is not b and a.digests == b.digests
     if is_same and not arguments.json:
-        print(f"A and B are the same run, {a.first.name}: there is nothing to compare")
+        print(f"A and B are the same run, {a.first.name}: there is nothing to compare or to write")
         if limits and not arguments.allow_unchecked:
             return UNCHECKED
         return GOOD
+    if arguments.out:
+        with files.writing(f"--out {arguments.out}"):
+            arguments.out.mkdir(parents=True, exist_ok=True)
     control, control_n, notes = comparison.controls(a, b)
     rows = judge_pairs.judge_pairs(a, b, pairs, thresholds=limits, margin=margin, control=control)
     backends = (arguments.against, arguments.backend)
@@ -189,7 +189,8 @@ def run(arguments: argparse.Namespace) -> int:
         margin=margin,
         threshold=limits.get("slower"),
         num_runs=len(a.runs),
-        is_of_days=a is not b,
+        is_within=a is b,
+        is_of_days=any(row.allows_for_days for row in rows),
         control_n=control_n,
     )
     if arguments.json:
@@ -297,6 +298,7 @@ def _facts(report: Report, control: Interval | None) -> dict[str, object]:
     of_control = None
     if control is not None:
         of_control = dataclasses.asdict(control)
+        del of_control["freedom"]
     return {
         "control": of_control,
         "fingerprint": [dataclasses.asdict(changed) for changed in report.differences],

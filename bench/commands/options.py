@@ -36,14 +36,16 @@ class CommandParsers(Protocol):
     ) -> argparse.ArgumentParser: ...
 
 
-def named(text: str) -> Path:
-    """The path of a file or folder.
-
-    An empty name, as of an unset variable, is refused: it would be the current folder.
-    """
+def filled(text: str) -> str:
+    """The name itself; an empty one, as of an unset variable, is refused."""
     if not text.strip():
-        raise argparse.ArgumentTypeError("the name is empty; give one, or leave the option out")
-    return Path(text)
+        raise argparse.ArgumentTypeError("the name is empty; give one, or leave it out")
+    return text
+
+
+def named(text: str) -> Path:
+    """The path of a file or folder. An empty name would be the current folder."""
+    return Path(filled(text))
 
 
 def flag(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Iterator, Mapping
 
@@ -57,10 +58,10 @@ def _gpus(text: str) -> list[dict[str, object]]:
     count = 1
     if match["count"] is not None:
         count = int(match["count"])
-    memory = int(float(match["size"]) * UNITS[match["unit"]])
-    if not count or not memory:
+    memory = float(match["size"]) * UNITS[match["unit"]]
+    if not count or not 1 <= memory < math.inf:
         raise argparse.ArgumentTypeError(wrong)
-    return [{"name": match["name"], "memory_bytes": memory}] * count
+    return [{"name": match["name"], "memory_bytes": int(memory)}] * count
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -143,7 +144,7 @@ def _totals(
             "ranks that share a GPU use NCCL if a trial of it succeeds when the run starts, "
             "otherwise gloo"
         )
-    yield "time: per trial, as measured in earlier runs here, otherwise a rough guess"
+    yield "time: per trial, as measured in earlier runs on such a machine, otherwise a rough guess"
     memory = "memory: predicted peak of a rank"
     if any(cell.compiled for cell in cells):
         memory += ", as if no block were compiled"

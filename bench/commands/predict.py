@@ -93,9 +93,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     words = (
         f"a shipped model ({', '.join(SIZES)}), another one ({', '.join(SHAPES)}), or hf:CONFIG, a "
-        "config.json of "
+        "config.json of transformers or the folder that has it"
     )
-    words += "transformers or the folder that has it"
     option("--model", required=True, metavar="NAME", help=words)
     option("--world-size", type=INTEGER, required=True, metavar="W", help="ranks")
     words = "micro-batches per optimizer step on a rank"
@@ -104,9 +103,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     option("--micro-batch", type=INTEGER, metavar="M", help=words)
     words = (
         "instead of both: samples per optimizer step over all ranks; micro-batch, N, backend and "
-        "checkpointing are "
+        "checkpointing are searched (needs a link and a time of compute)"
     )
-    words += "searched (needs a link and a time of compute)"
     option("--batch", type=INTEGER, metavar="B", help=words)
     option("--sequence", type=INTEGER, required=True, metavar="S", help="tokens per sample")
     words = "dtype of forward and backward"
@@ -144,19 +142,16 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     option("--memory", type=_amount(BYTES, "80GiB"), metavar="SIZE", help=words)
     words = (
         "of that, kept free for what is not predicted (default on a GPU: CUDA context, NCCL, and "
-        "what is published "
+        "what is published of memory that the allocator reserves beyond the peak)"
     )
-    words += "of memory that the allocator reserves beyond the peak)"
     option("--reserve", type=_amount(BYTES, "4GiB", zero=True), metavar="SIZE", help=words)
     links = parser.add_mutually_exclusive_group()
-    words = f"rates of a kind of machine by its datasheets ({', '.join(LINKED)}), or the rate "
-    words += (
-        "at which a rank can send, such as 50GB/s or 400Gbit/s (400Gbps); with --node-size one "
+    words = (
+        f"rates of a kind of machine by its datasheets ({', '.join(LINKED)}), or the rate at which "
+        "a rank can send, such as 50GB/s or 400Gbit/s (400Gbps); with --node-size one rate within "
+        "a node, and one to others, which is its share of the node's network cards: "
+        f"{TWO_LEVELS}"
     )
-    words += (
-        "rate within a node, and one to others, which is its share of the node's network cards: "
-    )
-    words += TWO_LEVELS
     links.add_argument("--link", type=_rates, metavar="GPU|RATE", help=words)
     words = (
         "instead of --link: the rates and the latency that this run measured before its first trial"
@@ -170,9 +165,8 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     option("--replicate", type=INTEGER, metavar="R", help=words)
     words = (
         "latency of a collective call, such as 20us (default: 32us on GPUs, a ring of 8 by NCCL's "
-        "cost model; 0 on "
+        "cost model; 0 on CPUs)"
     )
-    words += "CPUs)"
     option("--latency", type=_amount(TIMES, "20us", zero=True), metavar="TIME", help=words)
     compute = parser.add_mutually_exclusive_group()
     words = "compute time of one optimizer step, recomputation included, such as 1.9s"
@@ -194,7 +188,10 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         "for 8b)"
     )
     option("--exact", action="store_true", help=words)
-    words = "print a JSON list; its keys: see bench/forecast/choice.py"
+    words = (
+        "print a JSON list; its keys: see bench/forecast/choice.py, with --batch "
+        "bench/forecast/search.py"
+    )
     option("--json", action="store_true", help=words)
 
 
@@ -233,12 +230,9 @@ def _rates(text: str) -> GivenLink:
     example = f"50GB/s, or two of them: {TWO_LEVELS}, or one of {', '.join(LINKED)}"
     if "=" not in text:
         return GivenLink(inter=_amount(RATES, example)(text))
-    rates = {}
-    for part in text.split(","):
-        level, sign, rate = part.partition("=")
-        if sign:
-            rates[level] = rate
-    if sorted(rates) != ["inter", "intra"]:
+    parts = [part.partition("=") for part in text.split(",")]
+    rates = {level: rate for level, _, rate in parts}
+    if sorted(level for level, _, _ in parts) != ["inter", "intra"]:
         wrong = f"'{text}' does not name intra and inter, such as {TWO_LEVELS}"
         raise argparse.ArgumentTypeError(wrong)
     read = _amount(RATES, "50GB/s")
@@ -396,6 +390,8 @@ def _check_batch(arguments: argparse.Namespace) -> None:
     for name in SEARCHED:
         if getattr(arguments, name) not in (None, False):
             raise InputError(f"{flag(name)}: --batch searches it; leave it out")
+    if arguments.exact:
+        raise InputError("--exact: measures one cell, not those of --batch; leave out one")
     if arguments.link is None and arguments.from_run is None:
         raise InputError("--batch: compares times; give --link or --from-run too")
     if arguments.peak is None and arguments.compute_time is None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bench import __version__, files
 from bench.backends.base import Backend
 from bench.commands.matrix_options import OPTIONS, add_matrix_options, check_workloads, planned
-from bench.commands.options import CommandParsers, flag, named
+from bench.commands.options import CommandParsers, filled, flag, named
 from bench.errors import BAD, EXIT_STATUS, INTERRUPTED, InputError, is_interrupt
 from bench.files import new_folder, plots_folder
 from bench.findings import Level
@@ -75,7 +75,7 @@ def add(commands: CommandParsers) -> None:
         "--resume",
         type=named,
         metavar="RUN",
-        help="go on with the run in this folder; takes no other options",
+        help="go on with the run in this folder, as it was begun",
     )
     option(
         "--retry-failed",
@@ -91,7 +91,7 @@ def add(commands: CommandParsers) -> None:
         "train every cell with this commit of the bench too, in the same blocks, for compare; "
         "one node alone"
     )
-    option("--against", metavar="COMMIT", help=words)
+    option("--against", type=filled, metavar="COMMIT", help=words)
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--quiet", action="store_true", help="print nothing before the answer")
     shown.add_argument(
@@ -244,15 +244,12 @@ def _train(
     if any(cell.device is Device.CUDA for cell in cells):
         gpus = launch_gpus.gpus()
     guesses = costs(cells, gpus, manifest.skipped)
-    display = Display(Screen(quiet=arguments.quiet), guesses, manifest)
+    display = Display(Screen(quiet=arguments.quiet, needs_reader=True), guesses, manifest)
     if arguments.json:
         display = JsonLines(guesses, manifest)
     journal = Journal(folder)
     launcher = launching.Launcher(cells[0].device, cold=manifest.cold, others=others)
-    working: launching.Launcher | two_codes.TwoCodes = launcher
-    for commit in {cell.other_commit for cell in cells if cell.other_commit}:
-        code = two_codes.unpack(commit, folder)
-        working = two_codes.TwoCodes(launcher, cells[0].device, code, cold=manifest.cold)
+    working = _with_other_code(launcher, folder, manifest)
     kept = f"the finished trials are kept; go on with: python -m bench run --resume {folder}"
     try:
         with journal.held(str(folder)), display, working:
@@ -282,12 +279,27 @@ def _train(
             if arguments.quiet:
                 print(f"bench: interrupted: {kept}", file=sys.stderr)
             return INTERRUPTED
-        if not isinstance(error, OSError) or isinstance(error, BrokenPipeError):
+        if isinstance(error, BrokenPipeError):
+            with contextlib.suppress(BrokenPipeError):
+                print(f"bench: nobody reads the output any more: {kept}", file=sys.stderr)
+            return INTERRUPTED
+        if not isinstance(error, OSError):
             raise
         raise InputError(f"{folder}: {_reason(error)}; {kept}") from error
     from bench.forecast import from_run  # here, since it imports pandas
 
     return write_outputs(folder, plots_folder(folder), from_run.section, as_json=arguments.json)
+
+
+def _with_other_code(
+    launcher: launching.Launcher, folder: Path, manifest: Manifest
+) -> launching.Launcher | two_codes.TwoCodes:
+    """The launcher, with one of the other commit beside it if cells have one."""
+    commit = next((cell.other_commit for cell in manifest.cells if cell.other_commit), "")
+    if not commit:
+        return launcher
+    code = two_codes.unpack(commit, folder)
+    return two_codes.TwoCodes(launcher, manifest.cells[0].device, code, cold=manifest.cold)
 
 
 def _reason(error: OSError) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from bench import files
 from bench.audit.monitor_grid import MICRO_BATCH_S, OPTIMIZER_S, Epoch, RateVerdict, Strategy
-from bench.commands.options import LARGEST, CommandParsers, integer_to, list_of, writable
+from bench.commands.options import LARGEST, CommandParsers, integer_to, list_of, named, writable
 from bench.errors import BAD, GOOD, InputError
 
 ACCUMULATE = [1, 2, 4, 8]
@@ -72,7 +72,7 @@ def add(commands: CommandParsers) -> None:
     option("--world-size", INTEGER, "W", "ranks, on the CPU (default: %(default)s)", 1)
     option("--validate-every", INTEGER, "K", "micro-batches between validations (default: none)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    option("--out", Path, "DIR", "write throughput.parquet and .md there")
+    option("--out", named, "DIR", "write throughput.parquet and .md there")
 
 
 def _integers(least: int) -> Callable[[str], list[int]]:
@@ -87,8 +87,11 @@ def _integers(least: int) -> Callable[[str], list[int]]:
 
 
 def _positive(text: str) -> float:
-    number = float(text)
-    if not 0 < number < float("inf"):
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0, such as 0.01")
     return number
 
@@ -108,6 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.audit.monitor_table import settings_of, show_table, write_files
     from bench.launch.launcher import LauncherError
 
+    arguments.strategy = Strategy(arguments.strategy)
     given = arguments.micro_batches is not None
     _check_options(arguments, given=given)
     points = monitor.grid(
@@ -164,8 +168,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_options(arguments: argparse.Namespace, *, given: bool) -> None:
-    """Raise InputError for options that do not go together, and for an unknown strategy."""
-    arguments.strategy = Strategy(arguments.strategy)
+    """Raise InputError for options that do not go together."""
     if arguments.epochs is not None and not given:
         raise InputError("--epochs: goes with --micro-batches; add it")
     for name in ("epoch", "out"):

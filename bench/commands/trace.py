@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from bench.commands.options import CommandParsers, named
@@ -13,7 +16,8 @@ from bench.files import writing
 from bench.plan.cell import Cell, Status
 
 TIMEOUT_S = 1800
-SUFFIXES = (".json.gz",)
+SUFFIX = ".json.gz"
+ADVICE = "name a file that can"
 DESCRIPTION = (
     "Trains one cell of a run again on this machine, and writes one optimizer step, the third, as "
     "a Chrome trace for Perfetto (ui.perfetto.dev): what torch's profiler saw on every rank, with "
@@ -31,7 +35,7 @@ def add(commands: CommandParsers) -> None:
     option("run", type=named, metavar="RUN", help="the run's folder, e.g. results/<run>")
     words = "a cell's id or its beginning, or its label in quotes"
     option("cell", metavar="CELL", help=words)
-    words = f"the file, which ends in {SUFFIXES[0]} (default: trace-<cell's id>{SUFFIXES[0]})"
+    words = f"the file, which ends in {SUFFIX} (default: trace-<cell's id>{SUFFIX})"
     option("--out", type=named, metavar="FILE", help=words)
 
 
@@ -47,9 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
     cell = loaded.find(arguments.cell)
     path: Path | None = arguments.out
     if path is None:
-        path = Path(f"trace-{cell.cell_id}{SUFFIXES[0]}")
-    if not path.name.endswith(SUFFIXES):
-        raise InputError(f"--out {path}: must end in {SUFFIXES[0]}")
+        path = Path(f"trace-{cell.cell_id}{SUFFIX}")
+    if not path.name.endswith(SUFFIX):
+        raise InputError(f"--out {path}: must end in {SUFFIX}")
     _refuse(cell)
     settings, corpus = loaded.manifest.settings, None
     if cell.corpus != "markov":
@@ -59,9 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise InputError(
                 f"{arguments.run}: the corpus was {cell.corpus} and is {found}; restore it"
             )
-    with writing(f"--out {path}", "name a file that can"):
-        path.touch()
-    with tempfile.TemporaryDirectory(prefix="accumulation-bench-") as folder:
+    with _writable(path), tempfile.TemporaryDirectory(prefix="accumulation-bench-") as folder:
         spec = Spec(
             cell=cell,
             passes=("trace",),
@@ -77,7 +79,6 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"bench: {error}", file=sys.stderr)
             return BAD
         if outcome.status is not Status.OK:
-            path.unlink()
             print(
                 f"bench: {loaded.labels[cell.cell_id]}: {outcome.status}: {outcome.reason}",
                 file=sys.stderr,
@@ -85,10 +86,28 @@ def run(arguments: argparse.Namespace) -> int:
             return BAD
         traces = [Path(folder, rank["trace"]) for rank in outcome.ranks]
         about = {"run": loaded.name, "cell": cell.cell_id, "label": loaded.labels[cell.cell_id]}
-        with writing(f"--out {path}", "name a file that can"):
+        with writing(f"--out {path}", ADVICE):
             num_events = write_merged(traces, path, about)
     print(f"{path}: {num_events:,} events of one step; open it at https://ui.perfetto.dev")
     return GOOD
+
+
+@contextlib.contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    """Raise InputError for a file that cannot be written, before anything is trained.
+
+    A new file that stays empty is removed; one that was there is kept if nothing replaces it.
+    """
+    with writing(f"--out {path}", ADVICE):
+        is_new = not path.exists()
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
+        path.touch()
+    try:
+        yield
+    finally:
+        if is_new and path.exists() and path.stat().st_size == 0:
+            path.unlink()
 
 
 def _refuse(cell: Cell) -> None:

@@ -120,7 +120,7 @@ class Question:
             return ReservedBytes(self.reserve_bytes, self.reserve_bytes)
         if self.cell.device is not Device.CUDA:
             return ReservedBytes(0, 0)
-        return reserve(prediction.memory.peak, nccl=self.cell.world_size > 1)
+        return reserve(prediction.memory.peak, nccl=prediction.cell.world_size > 1)
 
     def fits(self, prediction: Prediction) -> bool:
         """Whether it fits with the most that was published to be reserved beside a peak."""
@@ -359,13 +359,14 @@ class Trade:
 def trade(question: Question, backends: Sequence[str], best: str) -> Trade | None:
     """What needs the least memory for a time within the interval of the best; None if nothing does.
 
-    Larger micro-batches keep the global batch, so that there are fewer of them. They fit where a
+    Backends that offload are left out, since the times of their copies are not estimated. Larger
+    micro-batches keep the global batch, so that there are fewer of them. They fit where a
     limit of memory is given, and without one where the best needs as much.
     """
     predictions = question.predict(question.cell, backends)
     by_name = {}
     for prediction in predictions:
-        if not prediction.is_missing and not prediction.defect:
+        if not (prediction.is_missing or prediction.defect or prediction.offloads):
             by_name[prediction.name] = prediction
     peak, step = by_name[best].memory.peak, question.step(by_name[best])
     found: Trade | None = None

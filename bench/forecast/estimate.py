@@ -8,11 +8,11 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bench.backends.base import Offloading
 from bench.backends.deepspeed import ZeroBackend
-from bench.files import RESULTS
+from bench.files import INPUT_BYTES, RESULTS, read_regular
 from bench.forecast.fit import predicted_bytes
 from bench.forecast.prediction import (
     Link,
@@ -23,13 +23,13 @@ from bench.forecast.prediction import (
 )
 from bench.judge.formulas import BUILT_IN, layout_of
 from bench.plan.cell import REFERENCE, Cell, Device, Precision, Sharding
-from bench.plan.gpu_kinds import peak_flops
+from bench.plan.gpu_kinds import kind_of, peak_flops
 from bench.plan.models import SIZES
 from bench.plan.schedule import Cost
 from bench.plan.task import CPU_WINDOWS, SETTLED_WINDOWS
 from bench.plan.task import passes as passes_of
 from bench.run import machine
-from bench.run.journal import JOURNAL
+from bench.run.journal import JOURNAL, MANIFEST
 from bench.run.runner import RENEWED_FOR_S
 
 CPU_FLOPS_PER_CORE = 2e10
@@ -110,11 +110,25 @@ class EarlierWalls:
         return TrialSeconds(each, max(0.0, statistics.median(self.checked) - each))
 
 
-def earlier_walls(results: Path) -> dict[str, EarlierWalls]:
-    """The walls of all runs under ``results``, by cell id."""
+def earlier_walls(results: Path, gpus: Sequence[Mapping[str, object]]) -> dict[str, EarlierWalls]:
+    """The walls of the runs under ``results`` on such GPUs, or on such a CPU, by cell id.
+
+    What cannot be read is left out, since the estimate is only less precise without it.
+    """
+    if gpus:
+        asked = _hardware({"gpus": gpus}, has_gpus=True)
+    else:
+        asked = _hardware(machine.machine(), has_gpus=False)
     found: dict[str, EarlierWalls] = {}
     for path in results.glob(f"*/{JOURNAL}"):
-        for line in path.read_bytes().splitlines():
+        try:
+            about = json.loads(read_regular(path.with_name(MANIFEST), INPUT_BYTES))["machine"]
+            if _hardware(about, has_gpus=bool(gpus)) != asked:
+                continue
+            lines = read_regular(path, INPUT_BYTES).splitlines()
+        except (OSError, ValueError, LookupError, TypeError):
+            continue
+        for line in lines:
             try:
                 record = json.loads(line)
                 cell_id, wall_s = record["cell_id"], float(record["wall_s"])
@@ -123,7 +137,7 @@ def earlier_walls(results: Path) -> dict[str, EarlierWalls]:
                     continue
                 walls = found.setdefault(cell_id, EarlierWalls())
             except (ValueError, KeyError, TypeError, AttributeError):
-                continue  # the estimate is only less precise
+                continue
             if has_extra:
                 walls.checked.append(wall_s)
             else:
@@ -131,16 +145,30 @@ def earlier_walls(results: Path) -> dict[str, EarlierWalls]:
     return found
 
 
+def _hardware(facts: Mapping[str, Any], *, has_gpus: bool) -> tuple[object, ...]:
+    """What of a machine decides how long a trial takes: the kind of its GPUs, or its CPU.
+
+    Raises LookupError or TypeError for what is no description of such a machine.
+    """
+    if not has_gpus:
+        return facts["cpu"], facts["cores"]
+    name = str(facts["gpus"][0]["name"])
+    kind = kind_of(name)
+    if kind is None or "mig" in name.casefold():
+        return (name,)
+    return (kind,)
+
+
 def costs(
     cells: Sequence[Cell], gpus: Sequence[Mapping[str, object]], skipped: Collection[str]
 ) -> dict[str, Cost]:
     """The cost of each cell by id, on these GPUs, or on this CPU if there are none.
 
-    ``skipped`` ids are not run. Times are those of earlier runs here, otherwise estimates; peaks
-    are those of ``bench.forecast.fit``. For compiled blocks they are those of uncompiled ones,
+    ``skipped`` ids are not run. Times are those of earlier runs on such a machine, otherwise
+    estimates; peaks are those of ``bench.forecast.fit``. For compiled blocks they are those of uncompiled ones,
     which need more.
     """
-    walls = earlier_walls(RESULTS)
+    walls = earlier_walls(RESULTS, gpus)
     passes = passes_of([cell for cell in cells if cell.cell_id not in skipped])
     found = {}
     for cell in cells:
@@ -169,7 +197,10 @@ def _seconds(
         return _on_gpu(cell, passes, step)
     num_extra = 1 + SETTLED_WINDOWS + 1  # update; memory and collectives
     num_extra += SETTLED_WINDOWS + CPU_WINDOWS + 1  # dispatch; accumulation has a tiny model
-    return TrialSeconds(TRIAL_S[cell.device] + (cell.windows + num_extra / 3) * step.serial)
+    timed_s, once_s = TRIAL_S[cell.device] + cell.windows * step.serial, 0.0
+    if passes:
+        once_s = num_extra * step.serial
+    return TrialSeconds(timed_s, once_s)
 
 
 def _step(cell: Cell, rate: float) -> TimeEstimate:

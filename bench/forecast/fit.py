@@ -16,7 +16,7 @@ from bench.errors import InputError
 from bench.forecast.prediction import Prediction
 from bench.judge.formulas import BUILT_IN, expect, layout_of
 from bench.launch import gpus
-from bench.launch.launcher import Launcher
+from bench.launch.launcher import Launcher, LauncherError
 from bench.plan.cell import REFERENCE, Cell, Device, Status
 from bench.plan.task import Spec
 from bench.workload import slice_size
@@ -172,8 +172,11 @@ def exact_peak(cell: Cell, name: str) -> int:
         )
     if lacks:
         raise InputError(f"--exact: {lacks}")
-    with Launcher(cell.device) as launcher:
-        outcome = launcher.run(Spec(cell=cell, passes=("memory",), reference=""), TIMEOUT_S)
+    try:
+        with Launcher(cell.device) as launcher:
+            outcome = launcher.run(Spec(cell=cell, passes=("memory",), reference=""), TIMEOUT_S)
+    except LauncherError as error:
+        raise InputError(f"--exact: {error}") from error
     if outcome.status is not Status.OK:
         raise InputError(f"--exact: the trial ended as {outcome.status}: {outcome.reason}")
     memory: dict[str, int] = outcome.ranks[0]["memory"]

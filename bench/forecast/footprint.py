@@ -348,7 +348,10 @@ class TensorSizes:
         (transformers/integrations/moe.py:grouped_mm_experts_forward).
         """
         if not self.model.num_experts:
-            return (3 + self.saves_product) * self.inner
+            num_inner = 3
+            if self.saves_product:
+                num_inner = 4
+            return num_inner * self.inner
         ends = 2 * self.tokens * self.element * self.model.hidden_size
         router = 8 * self.tokens * self.model.num_experts
         return self.model.experts_per_token * (4 * self.inner + ends) + router
@@ -827,8 +830,15 @@ def _zero3(
         yield Moment(
             "reduce", before, sizes.saved_after_block, sizes.stream + of_head + gathered + filled
         )
-    has_flat = not issubclass(backend, Offloading)  # else the masters' gradient is permanent
-    yield sizes.step(partitions, held["optimizer_state"], flat=partitions * has_flat)
+    flat = _flat_gradient(backend, partitions)
+    yield sizes.step(partitions, held["optimizer_state"], flat=flat)
+
+
+def _flat_gradient(backend: type[ZeroBackend], partitions: int) -> int:
+    """Bytes of the masters' gradient if it is made for the step; with offload it is permanent."""
+    if issubclass(backend, Offloading):
+        return 0
+    return partitions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

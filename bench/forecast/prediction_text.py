@@ -462,10 +462,10 @@ def reserve_text(question: Question) -> str:
 
 def _trade_text(best: str, traded: Trade) -> str:
     """What needs less memory than the best for a time that is as good, and what that could buy."""
-    least, most = 100 * traded.longer[0], 100 * traded.longer[1]
+    least, most = traded.longer
     text = (
-        f"Less memory: {traded.name} needs {size(traded.freed_bytes)} less, for {least:.2g} to "
-        f"{most:.2g} % more time; the two estimates of {best} are {100 * traded.interval:.2g} % "
+        f"Less memory: {traded.name} needs {size(traded.freed_bytes)} less, for {100 * least:.2g} "
+        f"to {100 * most:.2g} % more time; the two estimates of {best} are {100 * traded.interval:.2g} % "
         "apart."
     )
     if traded.larger is None or traded.larger_step is None:

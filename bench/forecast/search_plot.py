@@ -83,6 +83,8 @@ def _words(question: Question, found: Search, num_beyond: int) -> FigureWords:
             "the front."
         )
     title = "Nothing fits"
+    if not found.combinations:
+        title = "Nothing is predicted"
     if found.front:
         title = f"{plural(len(found.front), 'combination')} on the front of time against memory"
     return FigureWords(

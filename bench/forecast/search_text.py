@@ -62,6 +62,11 @@ def search_lines(question: Question, found: Search) -> Iterator[str]:
 
 def _recommendation(found: Search) -> str:
     """The fastest of the front by its serial step, and what needs less memory for as much time."""
+    if not found.combinations:
+        return (
+            "none; every backend is refused, not predicted, known to be wrong, or offloads, of "
+            "which no time is estimated."
+        )
     if not found.front:
         return (
             "none; nothing fits without offload. Try more ranks, a shorter sequence, or bf16 "

@@ -166,7 +166,8 @@ def _since(last: Mapping[str, Any], ratios: Sequence[float]) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    scale, unit = next(
-        (s, u) for s, u in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")) if seconds >= s or u == "µs"
-    )
-    return f"{seconds / scale:.3g} {unit}"
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e6:.3g} µs"

@@ -72,6 +72,16 @@ def weigh(names: Sequence[str]) -> None:
         )
 
 
+def _wanted(arguments: argparse.Namespace, *, every: bool) -> list[tuple[str, str]]:
+    """The packages and versions to measure: all, those that are named, or none beside weights."""
+    named: Sequence[str] = arguments.versions
+    if every:
+        named = VERSIONS
+    elif arguments.weights:
+        named = ()
+    return [parsed(text) for text in named]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the given versions, or all and the smoke runs; the entries of other versions stay."""
     parser = argparse.ArgumentParser(prog="python -m studies.versions", description=__doc__)
@@ -92,8 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.weights:
             weigh(arguments.versions)
         every = not (arguments.versions or arguments.smoke or arguments.weights)
-        named = VERSIONS if every else () if arguments.weights else arguments.versions
-        wanted = [parsed(text) for text in named]
+        wanted = _wanted(arguments, every=every)
         entries, smokes = versions_page.read(arguments.out / "versions.json")
         weights = weights_section()
         if arguments.weights:

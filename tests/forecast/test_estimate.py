@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from bench.forecast.estimate import TrialSeconds, costs
 from bench.plan.cell import Cell, Device, Precision, Sharding
 from bench.plan.models import SIZES
 from bench.plan.schedule import Cost
+from bench.run import machine
 from bench.run.journal import Journal
 from tests.factories import make_cell, make_failure, make_record
+
+H100 = "NVIDIA H100 80GB HBM3"
 
 
 def test_earlier_walls_are_medians_of_good_trials(tmp_path: Path) -> None:
@@ -29,10 +33,52 @@ def test_earlier_walls_are_medians_of_good_trials(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (tmp_path / name / "trials.jsonl").write_text(text + '{"torn": ')
-    (walls,) = estimate.earlier_walls(tmp_path).values()
+        write_machine(tmp_path / name, {})
+    (walls,) = estimate.earlier_walls(tmp_path, ()).values()
     assert walls.instead_of(TrialSeconds(None)) == TrialSeconds(2.0)
-    assert list(estimate.earlier_walls(tmp_path)) == [cell.cell_id]
-    assert estimate.earlier_walls(tmp_path / "nothing here") == {}
+    assert list(estimate.earlier_walls(tmp_path, ())) == [cell.cell_id]
+    assert estimate.earlier_walls(tmp_path / "nothing here", ()) == {}
+
+
+def write_machine(folder: Path, changes: dict[str, object]) -> None:
+    """A run.json that says that a run was on this machine, but for changes."""
+    about = {**machine.machine(), "gpus": [{"name": H100}]} | changes
+    (folder / "run.json").write_text(json.dumps({"machine": about}))
+
+
+@pytest.mark.parametrize("changes", [{"cpu": "another one"}, {"cores": 7}, {"cores": None}])
+def test_walls_of_another_cpu_say_nothing(changes: dict[str, object], tmp_path: Path) -> None:
+    write_walls(tmp_path, make_cell(), [2.0], [])
+    assert estimate.earlier_walls(tmp_path, ())
+    write_machine(tmp_path / "run", changes)
+    assert estimate.earlier_walls(tmp_path, ()) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_alike"),
+    [
+        (H100, True),
+        ("H100", True),
+        ("A100", False),
+        ("H100 PCIe", False),
+        (f"{H100} MIG 1g.10gb", False),
+    ],
+)
+def test_walls_are_those_of_the_same_kind_of_gpu(name: str, is_alike: bool, tmp_path: Path) -> None:
+    write_walls(tmp_path, gpu_cell(), [2.0], [])
+    assert bool(estimate.earlier_walls(tmp_path, [{"name": name}])) is is_alike
+
+
+def test_runs_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
+    write_walls(tmp_path, make_cell(), [2.0], [])
+    for name in ("a folder", "a pipe", "no run.json"):
+        (tmp_path / name).mkdir()
+        write_machine(tmp_path / name, {})
+    (tmp_path / "a folder" / "trials.jsonl").mkdir()
+    os.mkfifo(tmp_path / "a pipe" / "trials.jsonl")
+    (tmp_path / "no run.json" / "run.json").unlink()
+    (tmp_path / "no run.json" / "trials.jsonl").write_text("")
+    assert len(estimate.earlier_walls(tmp_path, ())) == 1
 
 
 def write_walls(folder: Path, cell: Cell, timed: list[float], checked: list[float]) -> None:
@@ -42,6 +88,7 @@ def write_walls(folder: Path, cell: Cell, timed: list[float], checked: list[floa
     (folder / "run").mkdir()
     text = "".join(json.dumps(record) + "\n" for record in records)
     (folder / "run" / "trials.jsonl").write_text(text)
+    write_machine(folder / "run", {})
 
 
 @pytest.mark.parametrize("is_own", [True, False])
@@ -85,7 +132,7 @@ def on_gpu(**changes: Any) -> Cost:
     """Of such a cell on an H100, with all passes that it has beside others of other N."""
     cell = gpu_cell(**changes)
     cells = {dataclasses.replace(cell, accumulate=n) for n in (1, 2, 32)} | {cell}
-    return costs([*cells], [{"name": "NVIDIA H100 80GB HBM3"}], ())[cell.cell_id]
+    return costs([*cells], [{"name": H100}], ())[cell.cell_id]
 
 
 def test_the_estimate_on_a_gpu_by_hand() -> None:
@@ -109,13 +156,13 @@ def test_the_estimate_on_a_gpu_by_hand() -> None:
 
 def test_estimates_are_near_what_trials_took_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runs in which no program loaded its packages or compiled beside a trial."""
-    monkeypatch.setattr(estimate, "earlier_walls", lambda results: {})
+    monkeypatch.setattr(estimate, "earlier_walls", lambda results, gpus: {})
     for name in ("h100", "h100-bf16", "h100-1b"):
         run = RESULTS / name
         cells = [
             Cell.from_dict(cell) for cell in json.loads((run / "run.json").read_text())["cells"]
         ]
-        found = costs(cells, [{"name": "NVIDIA H100 80GB HBM3"}], ())
+        found = costs(cells, [{"name": H100}], ())
         took = [record for record in Journal(run).read() if record["status"] == "ok"]
         estimated = sum(found[record["cell_id"]].total(1) for record in took)
         estimated -= sum(found[record["cell_id"]].once_s for record in took if record["repeat"])
@@ -156,6 +203,5 @@ def test_a_model_of_ones_own_has_no_estimate_until_it_was_measured(
     cell = make_cell(workload="mine:Own")
     monkeypatch.setattr(estimate, "RESULTS", tmp_path)
     assert costs([cell], [], ()) == {cell.cell_id: Cost(None, None)}
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "trials.jsonl").write_text(json.dumps(make_record(cell, wall_s=7.0)) + "\n")
+    write_walls(tmp_path, cell, [], [7.0])
     assert costs([cell], [], ()) == {cell.cell_id: Cost(7.0, None)}

@@ -163,7 +163,25 @@ def test_overlapping_estimates_are_undecided() -> None:
     )
 
 
+def test_what_is_kept_free_is_that_of_as_many_ranks() -> None:
+    """One rank has no communicator of NCCL, whatever W was asked for."""
+    alone, two = (predict(asked(world_size=ranks), ["ddp-eager"])[0] for ranks in (1, 2))
+    for ranks in (1, 2):
+        asks = Question(cell=asked(world_size=ranks))
+        assert asks.reserved(alone).least < asks.reserved(two).least
+
+
 # The command.
+
+
+def test_nothing_that_offloads_is_offered_for_its_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its copies are not estimated. With the first example of docs/commands.md, whose link leaves much open."""
+    example = "--model 8b --world-size 64 --accumulate 16 --sequence 8192 --precision bf16 "
+    example += "--activation-checkpointing --memory 80GiB --link 400Gbps --peak H100"
+    assert run(*example.split()) == GOOD
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("Recommendation") for line in lines)
+    assert not [line for line in lines if line.startswith("Less memory:") and "offload" in line]
 
 
 def run(*arguments: str) -> int:

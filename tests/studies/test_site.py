@@ -33,6 +33,13 @@ def test_all_pages_are_staged_with_what_they_link_to(tmp_path: Path) -> None:
     assert not [page for page in staged if page not in named]
 
 
+def test_a_folder_that_holds_something_else_is_not_emptied(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(SystemExit, match="is no folder with a site"):
+        site.main([str(tmp_path)])
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
 class Quiet(SimpleHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         pass

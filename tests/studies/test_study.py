@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -54,10 +53,8 @@ def test_the_bench_is_less_often_wrong_than_the_others_and_the_page_says_what_is
 @pytest.mark.parametrize("by", [-0.2, 0.2])
 def test_large_differences_are_seen_by_all_rules(rule: rivals.Rule, by: float) -> None:
     logs = 0.002 * np.random.default_rng(0).normal(size=(2, 30, 100, 12))
-    called = rule.judge(np.exp(logs[0] + by), np.exp(logs[1]))
-    assert (called.sign == np.sign(by)).all()
-    if called.low is not None and called.high is not None:
-        assert ((called.low < math.exp(by)) & (math.exp(by) < called.high)).mean() > 0.8
+    signs = rule.judge(np.exp(logs[0] + by), np.exp(logs[1]))
+    assert (signs == np.sign(by)).all()
 
 
 def test_our_interval_covers_more_often_than_a_bootstrap(results: Results) -> None:
