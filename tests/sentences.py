@@ -367,7 +367,8 @@ def undecided(run: Run, where: str, m: Groups) -> bool:
 
 
 @rule(
-    r"A difference of 5 % between any two cells would show in 8 of 10 runs with <needed> trials per cell, "
+    r"A difference of 5 % from <a:cell> would be found in 8 of 10 runs, before Holm's correction, "
+    r"with <needed> trials per cell, "
     r"about <more> minutes(?: of trials)?; this run has <n>, in <minutes>"
 )
 def resolution(run: Run, where: str, m: Groups) -> bool:
@@ -378,7 +379,7 @@ def resolution(run: Run, where: str, m: Groups) -> bool:
         trials * (float(special.ndtri(0.975) + special.ndtri(0.8)) * error / math.log(1.05)) ** 2
     )
     right = shows(m["needed"], least, 0.5) and shows(m["n"], trials)
-    right = right and shows(m["minutes"], run.minutes())
+    right = right and shows(m["minutes"], run.minutes()) and m["a"] == run.baseline
     return right and shows(m["more"], run.minutes() * float(m["needed"]) / trials)
 
 

@@ -352,14 +352,15 @@ class Analysis:
         A cell is ``ok`` if all its trials are. One with good and failed trials is shown with its
         failure and with the number of its good trials, of which its numbers are.
         """
-        evidence, pair = self.run.evidence.of(self.run.cells[cell_id]), self.pairs.get(cell_id)
+        cell, pair = self.run.cells[cell_id], self.pairs.get(cell_id)
+        evidence = self.run.evidence.of(cell)
         row: dict[str, object] = {
             "cell_id": cell_id,
             "label": self.run.labels[cell_id],
             "status": evidence.status,
             "reason": evidence.reason,
             "outcome": evidence.outcome,
-            "comparable": not evidence.barred and evidence.num_ok > 0,
+            "comparable": not self.is_barred(cell) and evidence.num_ok > 0,
             "num_ok": evidence.num_ok,
             "num_trials": evidence.num_trials,
             "step_time_s": None,
@@ -370,8 +371,7 @@ class Analysis:
             "caveats": "; ".join(self.caveats(cell_id)),
             "citation": permanent_id(self.pool, cell_id),
         }
-        if evidence.sample.trials and evidence.num_ok and not evidence.barred:
-            time = self._step_time(self.run.cells[cell_id])
+        if (time := self._step_time(cell)) is not None:
             row["step_time_s"] = time.seconds
             row["step_time_low_s"] = time.low
             row["step_time_high_s"] = time.high
@@ -389,14 +389,21 @@ class Analysis:
         row["verdict_reason"] = str(pair.reason)
         return row
 
-    def _step_time(self, cell: Cell) -> Estimate:
-        """The step time of a cell in the run, or over those of the pool that have it."""
+    def is_barred(self, cell: Cell) -> bool:
+        """Whether a run of the pool says that no time of the cell may be cited."""
+        return any(
+            run.evidence.of(cell).barred for run in self.pool.runs if cell.cell_id in run.cells
+        )
+
+    def _step_time(self, cell: Cell) -> Estimate | None:
+        """The step time of a cell over all runs; None if one of them has none that may be cited."""
+        if self.is_barred(cell) or not self.pool.has(cell):
+            return None
+        runs = [run.evidence.of(cell).sample.trials for run in self.pool.runs]
+        if not all(runs):
+            return None
         if self.pool.is_single:
-            return estimate(self.run.evidence.of(cell).sample.trials)
-        runs: list[Sequence[float]] = []
-        for run in self.pool.runs:
-            if cell.cell_id in run.cells and (trials := run.evidence.of(cell).sample.trials):
-                runs.append(trials)
+            return estimate(runs[0])
         return estimate_over_runs(runs)
 
     @cached_property

@@ -57,8 +57,9 @@ def _twins(pool: Pool) -> list[tuple[Cell, Cell]]:
 
 
 def pairs_with_baseline(pool: Pool, baseline: str) -> list[Pair]:
-    """Every cell with the one of the baseline, which differs in the backend alone.
+    """Every cell with the first of the baseline that differs from it in the backend alone.
 
+    There are several only of HSDP, with other numbers of replicas.
     If a run has more twins than one, the others are compared too.
     """
     run = pool.first
@@ -66,8 +67,11 @@ def pairs_with_baseline(pool: Pool, baseline: str) -> list[Pair]:
     for backend in dict.fromkeys(cell.backend for cell in run.cells.values()):
         if backend == baseline or backend in REFERENCES:
             continue
+        compared: set[str] = set()
         for pair in pairs_of_backends(run, baseline, backend):
-            found.append(replace(pair, name=f"{backend} {pair.name}"))
+            if pair.b.cell_id not in compared:
+                compared.add(pair.b.cell_id)
+                found.append(replace(pair, name=f"{backend} {pair.name}"))
     for cell, twin in _twins(pool)[1:]:
         found.append(Pair(a=cell, b=twin, name=twin.label, group="A/A"))
     return found

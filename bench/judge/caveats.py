@@ -221,8 +221,15 @@ def _declared(run: Run, cell_id: str, lossy: Lossy) -> str:
 
 
 def _state(run: Run) -> Iterator[Finding]:
-    if not (run.tables.trials["status"] == Status.INVALID).any():
-        yield good("gates", "step counts, updates and losses of all trials that ran are right")
+    ran = []
+    for row in run.tables.trial_rows:
+        if row.status in (Status.OK, Status.INVALID) and row.cell.world.computes:
+            ran.append(row)
+    if ran and all(row.status is Status.OK for row in ran):
+        checked = "step counts, updates and losses"
+        if not all(row.cell.world.has_values for row in ran):
+            checked = "step counts"
+        yield good("gates", f"{checked} of all trials that ran are right")
     if run.manifest.finished is None:
         text = "the run has not finished: continue it with run --resume"
         yield warning("trials", text, brief="the run has not finished, so the hash will change")
@@ -312,7 +319,9 @@ def _blocks(run: Run, timed: tuple[str, ...]) -> Iterator[Finding]:
         return
     effects, tested = found
     if not tested.found:
-        yield good("blocks", "no block is slower or faster than the others over all cells")
+        yield good(
+            "blocks", "no block is shown to be slower or faster than the others over all cells"
+        )
         return
     ordered = sorted(effects.items(), key=lambda item: float(item[1]))
     (fastest, least), (slowest, most) = ordered[0], ordered[-1]
@@ -327,23 +336,42 @@ def _blocks(run: Run, timed: tuple[str, ...]) -> Iterator[Finding]:
 
 
 PASSED = {
-    "drift": "no cell got faster or slower in the course of the run",
+    "drift": "no cell is shown to have got faster or slower in the course of the run",
     "outliers": "no trial is ten standard deviations from its cell's median",
-    "two modes": "no cell has two modes, as far as its number of trials can show",
+    "two modes": "no cell is shown to have two modes",
     "ranks": "no rank holds up the others",
 }
-"""By topic of ``_samples``, what holds if no cell has a finding of it."""
+"""By topic of ``_samples``, what holds if cells were tested and none has a finding of it."""
 
 
 def _samples(run: Run) -> Iterator[Finding]:
-    """Drift, outliers, two modes and imbalance of each cell."""
+    """Drift, outliers, two modes and imbalance of each cell.
+
+    A topic that too few trials of every cell can show anything of is not told.
+    """
+    tested: set[str] = set()
+    has_findings: set[str] = set()
+    for key, texts in _sample_texts(run):
+        for topic, text in texts.items():
+            if text is None:
+                continue
+            tested.add(topic)
+            if text:
+                has_findings.add(topic)
+                yield warning(topic, text, subject=run.labels[key], cells=(key,), brief=text)
+    for topic, text in PASSED.items():
+        if topic in tested - has_findings:
+            yield good(topic, text)
+
+
+def _sample_texts(run: Run) -> Iterator[tuple[str, dict[str, str | None]]]:
+    """By cell, what is found of each topic of PASSED: empty if nothing is, None if untested."""
     slots: dict[tuple[str, int], int] = {}
     ranks: dict[tuple[str, int], Sequence[Sequence[float]]] = {}
     for number, record in enumerate(run.records):
         slots[record.key] = number
-        if record.time:
+        if record.time and record.time.ranks_agree:
             ranks[record.key] = record.time.rank_step_seconds
-    passed = dict(PASSED)
     trials = run.tables.trials
     is_timed = trials["status"].isin([Status.OK, Status.INVALID]) & trials["step_time_s"].notna()
     for cell_id, rows in trials[is_timed].groupby("cell_id", sort=False):
@@ -362,24 +390,21 @@ def _samples(run: Run) -> Iterator[Finding]:
             "two modes": _modes(medians),
             "ranks": _imbalance(run.cells[key], steps_of_ranks),
         }
-        for topic, text in texts.items():
-            if text:
-                passed.pop(topic, None)
-                yield warning(topic, text, subject=run.labels[key], cells=(key,), brief=text)
-    for topic, text in passed.items():
-        yield good(topic, text)
+        yield key, texts
 
 
-def _drift(slots: Sequence[int], medians: Sequence[float]) -> str:
+def _drift(slots: Sequence[int], medians: Sequence[float]) -> str | None:
+    if len(medians) < MIN_TRIALS:
+        return None
     moved = samples.drift(slots, medians)
     if not moved.found:
         return ""
     return f"{percent(moved.size, '+')} from first to last trial (p = {moved.p_value:.1g})"
 
 
-def _outliers(medians: Sequence[float]) -> str:
+def _outliers(medians: Sequence[float]) -> str | None:
     if len(medians) < MIN_TRIALS:
-        return ""
+        return None
     far = samples.outliers(medians)
     if not far:
         return ""
@@ -392,18 +417,20 @@ def _outliers(medians: Sequence[float]) -> str:
     )
 
 
-def _modes(medians: Sequence[float]) -> str:
+def _modes(medians: Sequence[float]) -> str | None:
     modes = samples.bimodal(medians)
-    if modes is None or not modes.found:
+    if modes is None:
+        return None
+    if not modes.found:
         return ""
     return f"two modes: {100 * modes.share:.0f} % of the trials are {modes.size:.3g} x slower"
 
 
-def _imbalance(cell: Cell, trials: Sequence[Sequence[Sequence[float]]]) -> str:
+def _imbalance(cell: Cell, trials: Sequence[Sequence[Sequence[float]]]) -> str | None:
     """Whether a rank holds up the others, and on several nodes which one does so in most trials."""
     apart = sorted(samples.imbalance(steps) for steps in trials if len(steps[0]))
-    if not apart:
-        return ""
+    if not apart or cell.num_processes == 1:
+        return None
     middle = apart[len(apart) // 2]
     if middle <= IMBALANCE:
         return ""
@@ -477,7 +504,7 @@ def _other_days(
     for text in pool.notes:
         yield Finding(Level.NOTE, topic, text, cells=timed, brief=text)
     turning = [row.name for row in judged if row.may_differ]
-    text = f"{num_judged(rows)} comparisons{scope_words(len(pool.runs))}"
+    text = f"{plural(num_judged(rows), 'comparison')}{scope_words(len(pool.runs))}"
     if turning:
         text += f", of which {len(turning)} may differ on another day: {some(turning)}"
         yield warning(topic, text)

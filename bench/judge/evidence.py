@@ -250,11 +250,12 @@ def restless(trials: Sequence[TrialRow]) -> list[str]:
             num_slowed += 1
         if row.foreign_gpu_processes is not None:
             num_watched += 1
-            num_shared += row.foreign_gpu_processes > 0
+            if row.foreign_gpu_processes:
+                num_shared += 1
     if trials and num_slowed >= len(trials) / 2:
         found.append(f"the GPU's clocks were held down: {', '.join(sorted(reasons))}")
     if num_watched and num_shared >= num_watched / 2:
-        shared = f"{num_shared} of {plural(len(trials), 'trial')}"
+        shared = f"{num_shared} of {plural(num_watched, 'trial')}"
         found.append(f"another process was on the GPU in {shared}")
     return found
 

@@ -233,7 +233,7 @@ def judge(
                 row.max_loss_deviation = known(deviation.largest)
             if row.cell.windows > COMPARED_STEPS and row.end_weights_error is not None:
                 grown = f"rounding grows over {row.cell.windows} windows"
-                row.unchecked = f"the state at the end: {grown}"
+                row.leave_unchecked(f"the state at the end: {grown}")
             found[row.key] = failures(row, deviation) + wrong_device
         elif row.cell.world.computes:
             found[row.key] = _step_failures(row)

@@ -27,6 +27,7 @@ VIRTUAL = (
 SHARED = (
     "The ranks shared GPUs, so no step is timed; memory, calls and updates are those of real ranks"
 )
+ONLY_REFERENCES = "Only references have trials, with which nothing is compared"
 FAILED = frozenset({Reason.FAILED_TRIALS, Reason.NO_TRIALS})
 UNAVAILABLE = "No times can be compared"
 
@@ -37,6 +38,8 @@ def times_unavailable(run: Run, rows: Sequence[ComparedPair], folder: Path) -> F
     It is a warning with a command, or a note on a run that was not meant to have times.
     """
     worlds = {cell.world for cell in run.cells.values() if not cell.is_reference}
+    if not worlds:
+        return note("No times", ONLY_REFERENCES)
     if not any(world.times_communication for world in worlds):
         if all(world.has_all_ranks for world in worlds):
             return note("No times", SHARED)

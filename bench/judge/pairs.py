@@ -218,9 +218,12 @@ def _between_days(
     class of machines.
     """
     every = [compare({"": both}, control, margin) for both in product(sides.b, sides.a)]
-    for found in every:
-        if found.blocked:
+    blocked = [found for found in every if found.blocked]
+    for found in blocked:
+        if found.verdict is Verdict.NOT_COMPARABLE:
             return found
+    if blocked:
+        return blocked[0]
     found = every[0]
     if found.time is None:
         return found

@@ -37,11 +37,14 @@ class Pool:
 
     @cached_property
     def titles(self) -> tuple[str, ...]:
-        """What to call each run: its name, with the time of its start if others have it too."""
+        """What to call each run: its name, with its start or its number if others have it too."""
         names = [run.name for run in self.runs]
         if len(set(names)) == len(names):
             return tuple(names)
-        return tuple(f"{run.name} of {run.manifest.started[:16]}" for run in self.runs)
+        dated = [f"{run.name} of {run.manifest.started[:16]}" for run in self.runs]
+        if len(set(dated)) == len(dated):
+            return tuple(dated)
+        return tuple(f"{name}, run {number}" for number, name in enumerate(dated, 1))
 
     @property
     def digests(self) -> tuple[str, ...]:

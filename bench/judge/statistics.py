@@ -91,6 +91,9 @@ class Interval:
     """Number of blocks if paired, else of trials of the cell with fewer; of several runs, their
     number."""
     paired: bool
+    freedom: float | None = None
+    """Degrees of freedom of the standard error, as Welch has them for unpaired trials; None for
+    num_trials - 1."""
     runs: tuple[float, ...] = ()
     """The ratio of each run, if there are several: all else is then of their mean. Empty for a
     single run."""
@@ -173,6 +176,7 @@ def interval_of(found: LogMean, margin: float, n: int, *, paired: bool) -> Inter
         p_same=float(found.p_same(margin)),
         num_trials=n,
         paired=paired,
+        freedom=float(found.freedom),
     )
 
 
@@ -198,7 +202,7 @@ def over_runs(alone: Sequence[Interval], margin: float = MARGIN) -> Interval:
     known = [each for each in alone if each.low is not None]
     if known:
         errors = np.array([standard_error(each) for each in known])
-        freedom = np.array([each.num_trials - 1 for each in known])
+        freedom = np.array([freedom_of(each) for each in known])
         every.append(within_runs(every[0].centre, errors, freedom, k))
     low, high = wider(every)
     next_low, next_high = wider([every[0].of_next(k), *every])
@@ -266,7 +270,7 @@ def allowing_for_days(
     n = interval.num_trials
     of_run, of_days = standard_error(interval) ** 2, 2 * deviation**2
     variance = of_run + of_days
-    welch = variance**2 / (of_run**2 / (n - 1) + of_days**2 / freedom)
+    welch = variance**2 / (of_run**2 / freedom_of(interval) + of_days**2 / freedom)
     found = LogMean(
         np.asarray(math.log(interval.ratio)), np.asarray(math.sqrt(variance)), np.asarray(welch)
     )
@@ -277,8 +281,15 @@ def standard_error(interval: Interval) -> float:
     """That of the logarithm of a ratio in one run. Raises ValueError if the ratio has no interval."""
     if interval.low is None or interval.high is None:
         raise ValueError("a ratio without an interval has no known error")
-    reach = float(special.stdtrit(interval.num_trials - 1, (1 + LEVEL) / 2))
+    reach = float(special.stdtrit(freedom_of(interval), (1 + LEVEL) / 2))
     return math.log(interval.high / interval.low) / (2 * reach)
+
+
+def freedom_of(interval: Interval) -> float:
+    """The degrees of freedom of its standard error."""
+    if interval.freedom is None:
+        return interval.num_trials - 1
+    return interval.freedom
 
 
 def too_few(n: int, what: str = "trial", which: str = "", least: int = MIN_TRIALS) -> str:
@@ -312,8 +323,9 @@ class LogMean:
             return cls(a.mean(axis=-1), error, np.asarray(a.shape[-1] - 1.0))
         of_b = b.var(axis=-1, ddof=1) / b.shape[-1]
         error = np.maximum(np.sqrt(of_a + of_b), least)
-        inverse = (of_a / error**2) ** 2 / (a.shape[-1] - 1)
-        inverse += (of_b / error**2) ** 2 / (b.shape[-1] - 1)
+        variance = np.maximum(of_a + of_b, least)
+        inverse = (of_a / variance) ** 2 / (a.shape[-1] - 1)
+        inverse += (of_b / variance) ** 2 / (b.shape[-1] - 1)
         welch = 1 / np.maximum(inverse, 1e-9)
         return cls(a.mean(axis=-1) - b.mean(axis=-1), error, np.asarray(welch))
 
@@ -371,8 +383,7 @@ def trials_to_show(interval: Interval) -> int:
     being the standard error with n, from the width of the interval (Chow, Shao, Wang and
     Lokhnygina, Sample Size Calculations in Clinical Research, section 3.1).
     """
-    n = interval.num_trials
-    error = math.log1p(interval.width) / (2 * special.stdtrit(n - 1, (1 + LEVEL) / 2))
+    n, error = interval.num_trials, standard_error(interval)
     scores = special.ndtri((1 + LEVEL) / 2) + special.ndtri(0.8)
     return math.ceil(n * float(scores * error / math.log1p(0.05)) ** 2)
 

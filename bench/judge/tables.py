@@ -349,7 +349,7 @@ def _add_update(row: TrialRow, update: UpdateCheck) -> None:
     row.fp32_tensor_error = known(update.fp32_tensor_error)
     row.fp32_tensor = update.fp32_tensor
     if update.fp32_unchecked:
-        row.unchecked = f"the update in fp32: {update.fp32_unchecked}"
+        row.leave_unchecked(f"the update in fp32: {update.fp32_unchecked}")
     if update.ranks is not None:
         _add_ranks(row, update.ranks, "after the update")
 
@@ -424,10 +424,7 @@ def _add_end(row: TrialRow, end: EndCheck) -> None:
     if end.ranks is not None:
         _add_ranks(row, end.ranks, "after the last window")
     if end.unchecked:
-        text = f"the state at the end: {end.unchecked}"
-        if row.unchecked:
-            text = f"{row.unchecked}; {text}"
-        row.unchecked = text
+        row.leave_unchecked(f"the state at the end: {end.unchecked}")
 
 
 def _add_ranks(row: TrialRow, apart: RanksApart, when: str) -> None:

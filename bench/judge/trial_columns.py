@@ -509,6 +509,12 @@ class TrialRow:
         """What identifies the trial within its run."""
         return self.cell.cell_id, self.repeat
 
+    def leave_unchecked(self, what: str) -> None:
+        """Note what could not be compared with the reference, after what is noted already."""
+        if self.unchecked:
+            what = f"{self.unchecked}; {what}"
+        self.unchecked = what
+
     @property
     def slowdown_reasons(self) -> frozenset[str]:
         """The reasons in ``clock_slowdowns``; none if they are unknown."""

@@ -160,10 +160,7 @@ class Comparison:
             return ""
         if self.allows_for_days:
             return ACROSS_DAYS
-        words = scope_words(self.time.num_runs)
-        if self.may_differ:
-            words += MAY_DIFFER
-        return words
+        return scope_words(self.time.num_runs, may_differ=self.may_differ)
 
     @property
     def may_differ(self) -> bool:
@@ -178,9 +175,17 @@ MAY_DIFFER = ", may differ on another day"
 ACROSS_DAYS = ", allowing for what days differ by"
 
 
-def scope_words(num_runs: int) -> str:
-    """Where the verdicts of a report hold, in words that follow one."""
-    return " in this run" if num_runs == 1 else f" over {num_runs} runs"
+def scope_words(num_runs: int, *, may_differ: bool = False) -> str:
+    """Where the verdicts of a report hold, in words that follow one.
+
+    ``may_differ``: whether one of those that are told may be another one on another day.
+    """
+    words = f" over {num_runs} runs"
+    if num_runs == 1:
+        words = " in this run"
+    if may_differ:
+        words += MAY_DIFFER
+    return words
 
 
 BLOCKS = frozenset(
@@ -251,14 +256,19 @@ class Obstacle(NamedTuple):
 
 
 def _first_obstacle(sides: Mapping[str, tuple[CellEvidence, CellEvidence]]) -> Obstacle | None:
-    """That of the first run that has one."""
+    """The first that makes the two not comparable in a run, or else the first of all."""
+    first = None
     for run, (a, b) in sides.items():
         found = _obstacle(a, b)
-        if found is not None and len(sides) > 1:
-            return Obstacle(found.reason, tuple(f"{run}: {text}" for text in found.details))
-        if found is not None:
+        if found is None:
+            continue
+        if len(sides) > 1:
+            found = Obstacle(found.reason, tuple(f"{run}: {text}" for text in found.details))
+        if found.bars:
             return found
-    return None
+        if first is None:
+            first = found
+    return first
 
 
 def _obstacle(a: CellEvidence, b: CellEvidence) -> Obstacle | None:

@@ -25,7 +25,7 @@ from bench.judge.caveats import (
 from bench.judge.next_steps import next_command
 from bench.judge.pairs import ComparedPair
 from bench.judge.statistics import trials_to_show
-from bench.judge.verdicts import MAY_DIFFER, Reason, Verdict, num_judged, scope_words
+from bench.judge.verdicts import DIFFERENT, MAY_DIFFER, Reason, Verdict, num_judged, scope_words
 from bench.measure.host import IDLE_SHARE
 from bench.plan.cell import Cell, Device, Sharding, Status, Sync, summarize
 from bench.report.descriptions import (
@@ -207,25 +207,28 @@ def _least(data: Analysis, group: Group) -> Iterator[Finding]:
             best.append(row)
             names.append(row.backend)
     text = f"peak memory per rank {size(least)}, at {group.short_title}"
-    times: list[float] = []
+    pairs: list[ComparedPair] = []
     if group.is_timed:
-        times = _ratios_of(best, data.against(fastest.backend))
-    if fastest not in best and times:
-        share = 100 * (1 - least / peak_of_fastest)
+        pairs = _pairs_of(best, data.against(fastest.backend))
+    if fastest not in best and pairs:
+        times = sorted(pair.time.ratio for pair in pairs if pair.time is not None)
         ends = " to ".join(dict.fromkeys(map(digits, (times[0], times[-1]))))
-        text += f": {share:.0f} % less than {fastest.backend}"
+        text += f": {percent(1 - least / peak_of_fastest)} less than {fastest.backend}"
         text += f", at {ends} times its step time{_scope_words(data)}"
+        verdicts = {pair.verdict for pair in pairs}
+        if verdicts - DIFFERENT:
+            text += f" ({', '.join(sorted(verdicts))})"
     yield good("Least memory", f"{text}.", subject=", ".join(names))
 
 
-def _ratios_of(rows: Sequence[CellRow], pairs: Mapping[str, ComparedPair]) -> list[float]:
-    """The ratios of step times that these cells have, in order of size."""
+def _pairs_of(rows: Sequence[CellRow], pairs: Mapping[str, ComparedPair]) -> list[ComparedPair]:
+    """Those of these cells that have a ratio of step times."""
     found = []
     for row in rows:
         pair = pairs.get(row.cell_id)
         if pair is not None and pair.time is not None:
-            found.append(pair.time.ratio)
-    return sorted(found)
+            found.append(pair)
+    return found
 
 
 def _deferred_against_eager(data: Analysis, group: Group) -> Iterator[Finding]:
@@ -465,9 +468,9 @@ def _resolution(data: Analysis) -> Iterator[Finding]:
         return
     minutes = _minutes_of_trials(data)
     text = (
-        f"A difference of 5 % between any two cells would show in 8 of 10 runs with {needed} "
-        f"trials per cell, about {max(1, round(minutes * needed / n))} minutes of trials; this run "
-        f"has {n}, in {max(1, round(minutes))}."
+        f"A difference of 5 % from {data.baseline} would be found in 8 of 10 runs, before Holm's "
+        f"correction, with {needed} trials per cell, about {max(1, round(minutes * needed / n))} "
+        f"minutes of trials; this run has {n}, in {max(1, round(minutes))}."
     )
     yield note("Resolution", text)
 

@@ -234,8 +234,10 @@ def _text_at_end(value: float, limit: float, outcome: str) -> str:
     if np.isnan(value):
         return outcome_label(outcome, good="not measured")
     number = f"{value:#.3g}".rstrip(".")
-    if value >= 1000:
+    if value >= 999.5:
         number = f"{value:,.0f}"
+    elif 0 < value < 1e-4:
+        number = f"{value:.1g}"
     if value > limit:
         number = f"\N{RIGHTWARDS ARROW} {number}"
     return f"{number} {outcome_label(outcome)}".strip()
@@ -410,6 +412,8 @@ def _comparison(good: pd.DataFrame, value: str, verb: str, what: str) -> str:
     highest, lowest = tied_backends(good, value, most), tied_backends(good, value, least)
     if len(highest) == 1:
         verb += "s"
+    if least == 0:
+        return f"{some(highest)} {verb} the most {what}"
     times = f"{most / least:.1f}"
     if times == "1.0":
         times = f"{most / least:.3f}"

@@ -214,7 +214,7 @@ def end_of_axis(values: pd.Series) -> float:
     ordered = sorted(values.dropna().astype(float))
     upper_half = ordered[len(ordered) // 2 :]
     for low, high in itertools.pairwise(upper_half):
-        if high > FAR * low:
+        if 0 < FAR * low < high:
             return EDGE * low
     return ordered[-1]
 
@@ -340,11 +340,11 @@ def freeze(figure: Figure) -> None:
 
 
 def save(figure: Figure, stem: Path, words: FigureWords, source: str = "") -> Path:
-    """Write a PNG, the same bytes every time, with its words and source as metadata.
+    """Write ``stem``.png, the same bytes every time, with its words and source as metadata.
 
     Returns the path.
     """
-    path = stem.with_suffix(".png")
+    path = stem.with_name(f"{stem.name}.png")
     about = {
         "Software": None,
         "Title": clean(words.title),

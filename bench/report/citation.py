@@ -261,7 +261,7 @@ def _cell_numbers(data: Analysis, row: CellRow) -> Numbers:
 def _cell_time(data: Analysis, row: CellRow) -> Numbers:
     """The step time of a cell, or that it has none."""
     trials = plural(row.num_trials, "trial")
-    if data.run.evidence.of(row.cell).barred:
+    if data.is_barred(row.cell):
         text = f"NOT COMPARABLE, no step time is given (n = 0 of {trials})"
         return Numbers(parts=[text], brief=text, fields={"value": NONE, "n": "0"})
     if data.pool.is_single:
@@ -420,6 +420,8 @@ def commit_sentence(manifest: Manifest) -> str:
         return "Commit: unknown"
     if git.clean:
         return f"Commit: {git.commit}"
+    if git.clean is None:
+        return f"Commit: {git.commit}, perhaps with uncommitted changes"
     return f"Commit: {git.commit} with uncommitted changes"
 
 
@@ -570,7 +572,7 @@ def _differs_in_a_digit(ours: str, theirs: str) -> bool:
     """Whether one digit is another one, or two neighbours have changed places."""
     if len(ours) != len(theirs):
         return False
-    places = [i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]]
+    places = [i for i in range(len(ours)) if ours[i] != theirs[i]]
     if len(places) == 1:
         return True
     is_swapped = sorted(ours) == sorted(theirs)
@@ -600,9 +602,9 @@ class _Copy:
                 # end.
                 pairs = zip(reversed(wanted[first:last]), reversed(found[begin:end]), strict=False)
                 for theirs, ours in pairs:
-                    both = NUMBER.search(ours), NUMBER.search(theirs)
-                    if both[0] is not None and both[1] is not None:
-                        numbers.append((both[0][0], both[1][0]))
+                    mine, right = NUMBER.search(ours), NUMBER.search(theirs)
+                    if mine is not None and right is not None:
+                        numbers.append((mine[0], right[0]))
         return cls(num_same / len(wanted), numbers)
 
 

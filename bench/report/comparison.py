@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from bench.judge.caveats import suspect
 from bench.judge.loading import missing_trials
 from bench.judge.pairs import ComparedPair, Pair, frame_of_pairs
 from bench.judge.pool import Pool
-from bench.judge.statistics import MARGIN, MIN_TRIALS, Interval
+from bench.judge.statistics import MARGIN, Interval
 from bench.judge.trial_columns import DASH
 from bench.judge.verdicts import (
     ACROSS_DAYS,
@@ -59,6 +60,10 @@ OTHER_TIMES = (
     "the runs were made at different times, so intervals allow for what runs of such machines "
     "differ by; for smaller differences, run both commits in turn: run --against COMMIT"
 )
+OF_THESE_RUNS = (
+    "what runs of different days differ by is not in {which}; for a verdict, run both commits in "
+    "turn: run --against COMMIT"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,17 +84,25 @@ class Report:
     """The value of ``--fail-on slower``."""
     num_runs: int = 1
     """Of a pool whose backends are compared."""
+    is_within: bool = True
+    """Whether A and B are of the same runs."""
     is_of_days: bool = False
-    """Whether A and B are runs of different days."""
+    """Whether A and B are runs of different days, and their intervals allow for that."""
     control_n: int | None = None
     """N of the A/A pair."""
 
     @property
     def scope(self) -> str:
         """Where the verdicts hold, in words that follow one."""
+        return self.scope_of(self.rows)
+
+    def scope_of(self, told: Sequence[ComparedPair]) -> str:
+        """The same of those that are told."""
         if self.is_of_days:
             return ACROSS_DAYS
-        return scope_words(self.num_runs)
+        if not self.is_within:
+            return ""
+        return scope_words(self.num_runs, may_differ=any(row.may_differ for row in told))
 
     @property
     def control_place(self) -> str:
@@ -300,11 +313,10 @@ def notes(
     if all(row.control is None for row in rows):
         found.append("no A/A pair on both sides, so no row is called faster, slower or the same")
     if a is not b:
-        found.append(OTHER_TIMES)
-    few = sum(map(_lacks_interval, rows))
-    if few:
-        cells = plural(len(rows), "cell")
-        found.append(f"no interval for {few} of {cells}: fewer than {MIN_TRIALS} trials")
+        found += _notes_on_days(rows)
+    lacking = Counter(row.time.reason for row in rows if row.time is not None and row.time.reason)
+    for reason, count in lacking.items():
+        found.append(f"no interval for {count} of {plural(len(rows), 'cell')}: {reason}")
     compared = plural(num_judged(rows), "comparison")
     same = f"a ratio between {1 / (1 + margin):.4g} and {1 + margin:.4g}"
     found.append(f"same: {same}; Holm's correction over {compared}")
@@ -330,9 +342,18 @@ def notes(
     return found
 
 
-def _lacks_interval(row: ComparedPair) -> bool:
-    """Whether a ratio is known without its interval."""
-    return row.time is not None and not row.has_interval
+def _notes_on_days(rows: Sequence[ComparedPair]) -> list[str]:
+    """Whether intervals of two runs allow for what days differ by."""
+    timed = [row for row in rows if row.has_interval]
+    allowing = [row for row in timed if row.allows_for_days]
+    if not timed:
+        return []
+    if not allowing:
+        return [OF_THESE_RUNS.format(which="any interval")]
+    if len(allowing) < len(timed):
+        others = plural(len(timed) - len(allowing), "interval")
+        return [OTHER_TIMES, OF_THESE_RUNS.format(which=others)]
+    return [OTHER_TIMES]
 
 
 def _gate_note(metric: str, limit: float, rows: Sequence[ComparedPair]) -> str:

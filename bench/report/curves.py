@@ -143,7 +143,7 @@ def _step_time_title(data: FigureData, panel: Panel) -> str:
     good = rows[rows["status"] == Status.OK]["step_time_s"]
     if good.empty:
         return "Step time against N"
-    setting, scope = data.setting_of(rows.iloc[0]), scope_words(len(data.analysis.pool.runs))
+    setting = data.setting_of(rows.iloc[0])
     pairs = []
     for eager, deferred in sync_pairs(rows):
         pair = data.analysis.compared(deferred, eager)
@@ -152,6 +152,8 @@ def _step_time_title(data: FigureData, panel: Panel) -> str:
     if not pairs:
         backends = plural(len(good), "backend")
         return f"{setting}, a step takes {good.min():.3g} to {good.max():.3g} s with {backends}"
+    may_differ = any(pair.may_differ for pair in pairs)
+    scope = scope_words(len(data.analysis.pool.runs), may_differ=may_differ)
     return f"{setting}, {_verdicts(pairs)}{scope}"
 
 

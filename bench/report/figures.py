@@ -49,7 +49,7 @@ def draw(data: Analysis, folder: Path) -> list[Path]:
         picture, table = folder / f"{kind}.png", folder / f"{kind}.csv"
         drawing = drawings.get(kind)
         if drawing is not None:
-            canvas.save(drawing.figure, picture, drawing.words, run_id)
+            canvas.save(drawing.figure, folder / kind, drawing.words, run_id)
             write_frame(drawing.data, table)
             paths += [picture, table]
         elif table.is_file() and _is_of(picture, run_id):

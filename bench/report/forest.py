@@ -193,14 +193,15 @@ def _title(report: Report) -> str:
         return f"Only {report.a} was compared with itself"
     faster, slower = _with_verdict(pairs, Verdict.FASTER), _with_verdict(pairs, Verdict.SLOWER)
     if faster:
+        scope = report.scope_of([pair for pair in pairs if pair.verdict is Verdict.FASTER])
         verb = one_or_many(len(faster), "is", "are")
-        return f"At N = {n}, {some(faster)} {verb} faster than {report.a}{report.scope}"
+        return f"At N = {n}, {some(faster)} {verb} faster than {report.a}{scope}"
     title = f"At N = {n}, no backend is shown to be faster than {report.a}"
     if slower:
         count = plural(len(pairs), "other")
         verb = one_or_many(len(slower), "is", "are")
         title += f"; {len(slower)} of {count} {verb} slower"
-    return title + report.scope
+    return title + report.scope_of(pairs)
 
 
 def _with_verdict(pairs: Sequence[ComparedPair], verdict: Verdict) -> list[str]:
@@ -210,9 +211,14 @@ def _with_verdict(pairs: Sequence[ComparedPair], verdict: Verdict) -> list[str]:
 
 def _over(report: Report) -> str:
     """What the intervals are over, in the words of a subtitle."""
+    if report.is_of_days:
+        return "that allow for what days differ by"
     if report.num_runs == 1:
         return "over trials"
-    return f"over {report.num_runs} runs; thin lines: where the next run falls"
+    text = f"over {report.num_runs} runs"
+    if any(row.time is not None and row.time.next_low is not None for row in report.rows):
+        text += "; thin lines: where the next run falls"
+    return text
 
 
 def _control_interval(report: Report) -> Interval | None:

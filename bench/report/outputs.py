@@ -91,9 +91,13 @@ def write_outputs(
         return status
     console = Screen()
     show(console, found)
-    print(f"tables: {folder}/*.parquet")
-    print(f"plots:  {plots} ({len(drawn)} files)")
-    print(f"report: {whole} (in short: {short})")
+    written = (
+        f"tables: {folder}/*.parquet",
+        f"plots:  {plots} ({len(drawn)} files)",
+        f"report: {whole} (in short: {short})",
+    )
+    for line in written:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     some_are_invalid = data.run.tables.trials["status"].isin([Status.INVALID]).any()
     if status == GOOD and some_are_invalid:
         console.print(EXPECTED_DEFECTS)
@@ -166,7 +170,7 @@ def in_short(data: Analysis, answer: Answer) -> str:
         num_rows += len(group.rows)
         is_first = place == 0
         if num_rows > MOST_ROWS and not is_first:
-            lines += ["", "The tables of smaller N are in report.html."]
+            lines += ["", "More tables are in report.html."]
             break
         lines += ["", f"### {markdown(group.title)}", "", *group.table.markdown()]
         lines.append(f"{markdown(group.legend)}.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,16 +23,25 @@ from PIL import Image
 from bench.formatting import digits, plain, plural
 from bench.judge.analysis import Analysis
 from bench.judge.columns import FRAMES
-from bench.judge.loading import Run
+from bench.judge.pool import Pool
 from bench.judge.samples import NAME
-from bench.judge.statistics import LEVEL, MARGIN, MIN_TRIALS
+from bench.judge.statistics import LEVEL, MARGIN, MIN_RUNS, MIN_TRIALS
 from bench.judge.trial_columns import DASH
-from bench.judge.verdicts import DECIDED, DIFFERENT, NEXT, Reason, Verdict
+from bench.judge.verdicts import DECIDED, DIFFERENT, Reason, Verdict
 from bench.plan.cell import Status
 from bench.report.answer import Answer
 from bench.report.citation import ESCAPES, Citation, cite, cite_plot
 from bench.report.descriptions import gpu_names
-from bench.report.ranking import COLUMNS, MAY_DIFFER, OF_GPUS, TIMES, Group, RankedRow, footnote_of
+from bench.report.ranking import (
+    COLUMNS,
+    MAY_DIFFER,
+    OF_GPUS,
+    TIMES,
+    Group,
+    RankedRow,
+    below_ratio,
+    footnote_of,
+)
 from bench.report.sections import PageSection, failures, published, sections
 from bench.tabular import Table, TableColumn, TableRow
 
@@ -109,8 +119,15 @@ def render(
         failures=failures(data),
         data=_data(data, answer, sorted(pictures)),
         raw=[(name, about) for name, about in RAW.items() if (data.folder / name).exists()],
-        method={"level": LEVEL, "margin": MARGIN, "trials": MIN_TRIALS, "name": NAME},
-        facts=facts(data.run),
+        method={
+            "level": LEVEL,
+            "margin": MARGIN,
+            "trials": MIN_TRIALS,
+            "runs": MIN_RUNS,
+            "name": NAME,
+        },
+        facts=facts(data.pool),
+        num_runs=len(data.pool.runs),
         style=Markup(_text("report.css")),
         script=Markup(_text("report.js")),
     )
@@ -139,6 +156,8 @@ def overview(groups: Sequence[Group], choices: Choices) -> Table:
     for group in groups:
         setting = choices["place"].index(group.setting)
         about: dict[str, object] = {"data-n": group.n, "data-place": setting, "hidden": None}
+        if group.is_timed:
+            about["data-timed"] = ""
         if rows:
             about["hidden"] = ""
         rows.append(TableRow({"backend": group.title}, attributes=about, is_heading=True))
@@ -155,7 +174,8 @@ def overview(groups: Sequence[Group], choices: Choices) -> Table:
         if is_shown and not is_in_other and column.key not in OF_GPUS:
             columns.append(column)
     columns.append(TableColumn("cite", "cite", is_number=False))
-    caption = _macro("caption")(is_timed, choices["baseline"][0])
+    num_runs = max((group.num_runs for group in groups), default=1)
+    caption = _macro("caption")(is_timed, choices["baseline"][0], num_runs)
     return Table(columns=columns, rows=rows, caption=caption)
 
 
@@ -190,7 +210,11 @@ def _overview_row(group: Group, row: RankedRow, place: int) -> TableRow:
     styles = {}
     if texts["verdict"] in DIFFERENT:
         styles["verdict"] = texts["verdict"]
-    return TableRow(texts=texts | html, styles=styles, values=texts | raw, attributes=attributes)
+    values: dict[str, object] = dict(texts)
+    for key, text in texts.items():
+        if text in ("", DASH):
+            values[key] = None  # is sorted behind all others
+    return TableRow(texts=texts | html, styles=styles, values=values | raw, attributes=attributes)
 
 
 @cache
@@ -236,12 +260,11 @@ def _data(data: Analysis, answer: Answer, plots: Iterable[str]) -> Markup:
             if cell_id in data.pairs:
                 ratios[cell_id] = cite(data, cell_id, data.pairs[cell_id].a.cell_id)
     value = {
-        "run": data.run.name,
+        "places": " ".join(shlex.quote(f"results/{run.name}") for run in data.pool.runs),
         "baselines": data.baselines,
         "verdicts": VERDICTS,
         "decided": list(map(VERDICTS.index, DECIDED)),
         "reasons": REASONS,
-        "next": [NEXT[reason] for reason in REASONS],
         "ratios": _ratios(data, timed),
         "citations": {
             "cell": packed(cells),
@@ -274,37 +297,35 @@ def packed(citations: Mapping[str, Citation]) -> dict[str, object]:
 def _ratios(data: Analysis, ids: Collection[str]) -> dict[str, list[list[object]]]:
     """By cell: for each baseline with such a cell its index, and the ratio to it.
 
-    That is the ratio, low, high, the places of verdict and reason, and what to add to the verdict.
+    That is the ratio, what stands below it, the places of verdict and reason, and what to add to
+    the verdict.
     """
     found: dict[str, list[list[object]]] = {}
     for place, baseline in enumerate(data.baselines):
         for cell_id, row in data.against(baseline).items():
             if cell_id not in ids:
                 continue
-            numbers: list[str | None] = [None, None, None]
+            middle, below, more = None, "", ""
             if row.time is not None:
-                numbers = list(map(_digits, (row.time.ratio, row.time.low, row.time.high)))
-            more = ""
+                middle = digits(row.time.ratio)
+                below = below_ratio(row.time).removeprefix(DASH)
             if row.may_differ:
                 more = MAY_DIFFER
             places = VERDICTS.index(row.verdict), REASONS.index(row.reason)
-            found.setdefault(cell_id, []).append([place, *numbers, *places, more])
+            found.setdefault(cell_id, []).append([place, middle, below, *places, more])
     return found
 
 
-def _digits(value: float | None) -> str | None:
-    if value is None:
-        return None
-    return digits(value)
-
-
-def facts(run: Run) -> list[tuple[str, str]]:
-    """The run, its machine and its software, as names and values."""
+def facts(pool: Pool) -> list[tuple[str, str]]:
+    """The first run, its machine and its software, as names and values; of others their hashes."""
+    run, *others = pool.runs
     manifest, machine, git = run.manifest, run.manifest.machine, run.manifest.git
     commit = git.commit
     if not commit:
         commit = "unknown: not run from a checkout"
-    if git.clean is False:
+    elif git.clean is None:
+        commit += ", perhaps with uncommitted changes"
+    elif not git.clean:
         commit += ", with uncommitted changes"
     cores, memory = "", ""
     if machine.cores:
@@ -336,4 +357,6 @@ def facts(run: Run) -> list[tuple[str, str]]:
             shown.append((name, value))
         elif name in WITHOUT_VALUE:
             shown.append((name, WITHOUT_VALUE[name]))
+    for other in others:
+        shown.append((f"pooled with the run of {other.manifest.started[:10]}, SHA-256", other.pin))
     return shown

@@ -117,8 +117,7 @@ class Group:
         ratio_ends, next_ends = interval_text(row.ratio_low, row.ratio_high), DASH
         if row.time is not None and row.time.runs:
             next_ends = interval_text(row.time.next_low, row.time.next_high)
-            if not row.time.next_low:
-                ratio_ends = ", ".join(map(digits, row.time.runs))
+            ratio_ends = below_ratio(row.time)
         memory = DASH
         if row.peak_memory_bytes is not None:
             memory = size(row.peak_memory_bytes)
@@ -187,7 +186,7 @@ class Group:
     def legend(self) -> str:
         """What the columns are, in one line."""
         if not self.is_timed:
-            return "memory is the largest peak of a rank"
+            return f"memory is the largest peak of a rank, and ratio that to {self.baseline}'s"
         scope = f"verdicts hold{scope_words(self.num_runs)}"
         if self.num_runs == 1:
             return (
@@ -239,6 +238,13 @@ def interval_text(low: float | None, high: float | None) -> str:
     if low is None or high is None:
         return DASH
     return f"{digits(low)}-{digits(high)}"
+
+
+def below_ratio(time: Interval) -> str:
+    """What stands below a ratio: its interval, or the ratio of each run where they are too few."""
+    if time.runs and time.next_low is None:
+        return ", ".join(map(digits, time.runs))
+    return interval_text(time.low, time.high)
 
 
 def ratio_text(time: Interval) -> str:

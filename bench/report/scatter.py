@@ -224,6 +224,8 @@ def _fastest(data: FigureData, cells: pd.DataFrame) -> str:
     best = data.analysis.rows[ids[0]]
     seconds = f"{best.step_time_s:.3g} s"
     scope = scope_words(len(data.analysis.pool.runs))
+    if len(ids) == 1:
+        return f"{best.backend} takes {seconds} per step{scope}"
     others = len(data.analysis.not_slower(ids, ids[0]))
     if not others:
         return f"{best.backend} is fastest ({seconds}){scope}"

@@ -32,7 +32,7 @@ from bench.judge.trial_columns import (
     SPEED,
     Column,
 )
-from bench.judge.verdicts import Verdict
+from bench.judge.verdicts import Verdict, scope_words
 from bench.plan.categories import (
     COPIED_TO_DEVICE,
     COPIED_TO_HOST,
@@ -130,7 +130,8 @@ def speed(data: Analysis) -> PageSection:
             verdicts.append(f"{counts[verdict]} {verdict}")
     if not verdicts:
         verdicts.append("none")
-    first = f"{plural(len(rows), 'comparison')} with {data.baseline}: {', '.join(verdicts)}."
+    scope = scope_words(len(data.pool.runs), may_differ=any(row.may_differ for row in rows))
+    first = f"{plural(len(rows), 'comparison')} with {data.baseline}: {', '.join(verdicts)}{scope}."
     spread = (data.cells["slowest_s"] / data.cells["fastest_s"] - 1).dropna()
     second = "No cell has a time that may be compared."
     if not spread.empty:
@@ -139,7 +140,10 @@ def speed(data: Analysis) -> PageSection:
             f"In the median cell, the slowest trial takes {percent(spread.median())} longer than "
             f"the fastest; at most it is {percent(spread.max())} ({data.run.labels[worst]})."
         )
-    caption = f"Step times: {NAME} over the good trials of a cell, as they are cited"
+    over = "the good trials of a cell"
+    if not data.pool.is_single:
+        over = "runs, of the good trials of a cell"
+    caption = f"Step times: {NAME} over {over}, as they are cited"
     return PageSection(
         key=SPEED,
         title="How long does an optimizer step take?",
@@ -326,6 +330,10 @@ def correctness(data: Analysis) -> PageSection:
     fine = cells[cells["status"] == Status.OK]
     error = fine["update_error"].dropna()
     sentences = [f"{len(fine)} of {plural(len(cells), 'cell')} passed every gate."]
+    num_without = sum(not data.run.cells[cell_id].world.has_values for cell_id in fine["cell_id"])
+    if num_without:
+        without = plural(num_without, "cell")
+        sentences.append(f"For {without} of these no values were checked: their world has none.")
     if error.empty:
         sentences.append("No update of a valid cell was compared with the reference's.")
     else:
@@ -386,9 +394,12 @@ def _steps(data: Analysis) -> Iterator[str]:
         if wrong:
             text += f"; not that of {some(wrong)}"
         yield f"{text}."
+    where = "docs/semantics.md has every scenario"
+    if _at_epoch_end(data) is not None:
+        where = "see the table below, and docs/semantics.md for every scenario"
     yield (
         "These counts do not show what becomes of a window that the end of an epoch leaves "
-        "incomplete: see the table below, and docs/semantics.md for every scenario."
+        f"incomplete: {where}."
     )
 
 
@@ -466,9 +477,11 @@ def _release(version: str) -> str:
 
 
 def failures(data: Analysis) -> Table:
-    """Every cell with a failed trial, with its reason."""
+    """Every cell with a failed trial, A/A twins too, with its reason."""
     rows = []
-    for row in data.bad_rows:
+    for row in data.every_row.values():
+        if row.status == Status.OK:
+            continue
         reason = row.reason
         if not reason:
             reason = "no reason was recorded"
@@ -513,7 +526,9 @@ def published(data: Analysis) -> PageSection | None:
 
 def _measured(data: Analysis) -> list[tuple[str, str, str, str]]:
     """The cells of the run in the columns of PUBLISHED, the fastest first."""
-    devices = {record.cell_id: record.device_name for record in data.run.records}
+    devices = {
+        record.cell_id: record.device_name for record in data.run.records if record.device_name
+    }
     timed: list[tuple[float, CellRow]] = []
     for cell_id in data.contestants.index:
         row = data.rows[cell_id]

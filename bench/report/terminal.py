@@ -34,7 +34,7 @@ def show(console: Console, answer: Answer) -> None:
             console.print(Text(printable(notes), style="dim"))
         if others:
             titles = [group.title for group in others]
-            text = f"report.md has the same table for {'; '.join(titles)}"
+            text = f"report.html has the same table for {'; '.join(titles)}"
             console.print(Text(text, style="dim"))
     console.print()
     width = max(len(statement.topic) for statement in answer.all)

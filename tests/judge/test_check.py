@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from bench.judge.loading import load
 from bench.judge.verdicts import Verdict
 from bench.plan.cell import Cell
 from bench.run.journal import JOURNAL, Journal, encode, read_document, write_document
-from tests.factories import judged_run, make_cell, make_manifest, make_record
+from tests.factories import GoneReader, judged_run, make_cell, make_manifest, make_record
 from tests.pages import report, write_run
 
 FACTORS = {"base": 1.0, "equal": 1.0, "slow": 1.05, "fast": 0.9}
@@ -97,6 +98,14 @@ def test_an_edited_step_time_is_found_thrice(
     assert "do not cite it" in capsys.readouterr().out
 
 
+def test_a_reader_that_has_gone_does_not_make_bad_data_good(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit(copy, 3, lambda record: record["time"].update(step_seconds=[0.01] * 3))
+    monkeypatch.setattr(sys, "stdout", GoneReader())
+    assert cli.main(["check", str(copy)]) == 1
+
+
 def test_why_there_is_no_telemetry_is_a_limitation(copy: Path) -> None:
     edit(
         copy, 3, lambda record: record.update(gpus={"gpus": [], "notes": ["no telemetry: no NVML"]})
@@ -136,6 +145,18 @@ def test_an_unfinished_run_and_uncommitted_changes_are_told(copy: Path) -> None:
     warnings = found(copy, Level.WARNING)
     assert "not finished" in warnings["trials"] and "was not stored" in warnings["journal"]
     assert "uncommitted" in warnings["code"]
+
+
+def test_a_trial_whose_ranks_took_different_numbers_of_steps_is_told(copy: Path) -> None:
+    uneven = {"rank_step_seconds": [[0.01] * 3, [0.01] * 2], "ranks_agree": False}
+    edit(copy, 3, lambda record: record["time"].update(uneven))
+    assert Analysis(run=load(copy)).findings
+    assert "ranks" in found(copy, Level.WARNING)["gates"]
+
+
+def test_one_repeat_shows_neither_drift_nor_that_there_is_none(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", FACTORS, accumulate=(2,), repeats=1)
+    assert not {"drift", "outliers", "two modes", "blocks"} & found(folder, Level.GOOD).keys()
 
 
 def test_drift_and_failed_gates_are_told(tmp_path: Path) -> None:

@@ -184,7 +184,9 @@ class TestCommand:
             for i, (name, s) in enumerate(DAYS.items())
         )
         assert main(["compare", a, b, "--fail-on", "slower=5%"]) == 3
-        assert "is not known" in output(capsys)
+        told = output(capsys)
+        assert "is not known" in told and "is not in any interval" in told
+        assert "allow for what" not in told
         known = {"machine": {"cpu": "AMD EPYC", "cores": 2}}
         c, d = (
             str(write(tmp_path / f"known-{name}", records({EAGER: s}, seed=i), **known))
@@ -307,7 +309,8 @@ class TestBadInput:
         )
         self.fails(capsys, "is a third run, and two are compared", run, run, run)
         (tmp_path / "file").write_text("")
-        self.fails(capsys, "--out", run, run, "--out", str(tmp_path / "file" / "x"))
+        other = str(write(tmp_path / "other", records({EAGER: 0.5, DEFERRED: 0.5}, 2, seed=1)))
+        self.fails(capsys, "--out", run, other, "--out", str(tmp_path / "file" / "x"))
 
     def test_journals(self, run: str, capsys: Any) -> None:
         path = Path(run) / JOURNAL

@@ -15,8 +15,9 @@ from scipy import stats
 
 from bench.cli import main
 from bench.judge.analysis import Analysis
-from bench.judge.pool import load_pool
+from bench.judge.pool import Pool, load_pool
 from bench.judge.verdicts import Verdict
+from bench.plan.cell import Cell
 from bench.report.citation import check_citations, cite
 from bench.run.journal import JOURNAL, MANIFEST, Journal, encode
 from tests.factories import make_cell
@@ -109,6 +110,26 @@ def test_all_places_say_the_same(
     assert all(finding.level == "good" for finding in check_citations(data, text))
     assert main(["check", str(week)]) == 0
     assert "over 3 runs" in capsys.readouterr().out
+
+
+def test_a_cell_that_one_run_bars_has_no_step_time(tmp_path: Path) -> None:
+    def changes(cell: Cell, repeat: int) -> dict[str, Any]:
+        if cell.backend == "slow":
+            return {"update": {"error": 0.5, "scale": 0.5, "residual": 1e-7}}
+        return {}
+
+    for day in DAYS:
+        more = {"changes": changes} if day == "tuesday" else {}
+        run_of_day(tmp_path / "week", day, **more)
+    data = Analysis.of(load_pool([tmp_path / "week"]), tmp_path / "week" / "friday")
+    slow, base = (data.rows[ids(data)[name]] for name in ("slow", "base"))
+    assert slow.step_time_s is None and base.step_time_s is not None
+    assert "NOT COMPARABLE" in cite(data, slow.cell_id).statement
+
+
+def test_runs_of_one_name_and_minute_have_titles_of_their_own(week: Path) -> None:
+    run = load_pool([week]).first
+    assert len(set(Pool(runs=(run, run)).titles)) == 2
 
 
 def test_one_run_says_so(week: Path, capsys: pytest.CaptureFixture[str]) -> None:

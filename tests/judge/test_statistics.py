@@ -76,6 +76,16 @@ class TestLogMean:
         )
         assert (same.ratio, same.low, same.high, same.p_different) == (1, 1, 1, 1)
         assert apart.low == apart.high == pytest.approx(2) and apart.p_different == 0
+        unpaired = ratio(Sample([1.0] * 6), Sample([1.0] * 6))
+        assert (unpaired.low, unpaired.high, unpaired.p_different) == (1, 1, 1)
+
+    def test_the_error_of_unpaired_trials_has_welchs_freedom(self) -> None:
+        few, many = (np.random.default_rng(n).normal(0, 0.01, size=n) for n in (5, 9))
+        found = ratio(Sample(np.exp(few)), Sample(np.exp(many)))
+        known = stats.ttest_ind(few, many, equal_var=False)
+        assert found.freedom == pytest.approx(known.df)
+        error = math.sqrt(few.var(ddof=1) / 5 + many.var(ddof=1) / 9)
+        assert statistics.standard_error(found) == pytest.approx(error)
 
 
 class TestHolm:

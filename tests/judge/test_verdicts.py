@@ -169,6 +169,14 @@ class TestSeveralRuns:
         assert (found.verdict, found.reason) == (Verdict.NOT_COMPARABLE, Reason.GATE)
         assert found.detail.startswith("tuesday: ")
 
+    def test_what_bars_in_a_later_run_counts_before_failed_trials(self) -> None:
+        a, crashed = CellEvidence(label="a", sample=cell(1.0)), {("crashed", "no"): 1}
+        some = CellEvidence(label="b", sample=cell(1.1), failures=crashed)
+        none = CellEvidence(label="b", sample=Sample([]), failures=crashed)
+        (found,) = judge_all([compare({"monday": (a, some), "tuesday": (a, none)}, CONTROL)])
+        assert (found.verdict, found.reason) == (Verdict.NOT_COMPARABLE, Reason.NO_TRIALS)
+        assert found.time is None and found.detail.startswith("tuesday: ")
+
 
 def test_holm_counts_all_verdicts_of_the_report() -> None:
     alone = evidence(0.93, 0.96, time=interval(0.93, 0.96, p_different=0.02))

@@ -220,11 +220,13 @@ def test_another_baseline(visit: Visit, folder: Path) -> None:
             assert (ratio, interval) == ("-", "")
         else:
             compared += 1
-            _, middle, low, high, word, *_ = found[0]
-            assert (ratio, interval) == (middle, f"{low}-{high}")
+            _, middle, below, word, *_ = found[0]
+            assert below and (ratio, interval) == (middle, below)
             assert verdict.split(":")[0].split(",")[0] == data["verdicts"][word]
     assert compared == 16
     assert visit.page.locator("#against").inner_text() == "alpha-deferred"
+    of_memory = visit.page.locator('#overview [data-part="memory"]')
+    assert of_memory.count() and not of_memory.first.is_visible(), "they are to the run's own"
     visit.page.select_option("#baseline", label="alpha-eager")
     assert [visit.column(key) for key in ("ratio", "verdict")] == texts
 

@@ -28,20 +28,22 @@
   const against = () => {
     const picked = Number(baseline.value);
     const chosen = data().baselines[picked];
+    // The ratio of memory is to the run's own baseline.
+    for (const one of table.querySelectorAll('[data-part="memory"]')) one.hidden = picked !== 0;
     for (const row of rows) {
       const found = (data().ratios[row.dataset.id] || []).find((one) => one[0] === picked);
       let ratio = "-", ends = "", verdict = "-";
-      if (name(row) === chosen) [ratio, verdict] = ["1", "baseline"];
+      const isTimed = "timed" in row.closest("tbody").dataset;
+      if (isTimed && name(row) === chosen) [ratio, verdict] = ["1", "baseline"];
       else if (found) {
-        const [, middle, low, high, word, reason, more] = found;
-        if (middle !== null) [ratio, ends] = [middle, low === null ? "" : `${low}-${high}`];
+        const [, middle, below, word, reason, more] = found;
+        if (middle !== null) [ratio, ends] = [middle, below];
         verdict = data().verdicts[word] + (data().decided.includes(word) ? "" : `: ${data().reasons[reason]}`) + more;
       }
       const cell = put(row, "ratio", ratio === "-" ? null : ratio);
       cell.querySelector('[data-part="ratio"]').textContent = ratio;
       cell.querySelector('[data-part="ends"]').textContent = ends;
-      put(row, "verdict", verdict).textContent = verdict;
-      field(row, "verdict").title = found ? data().next[found[5]] : "";
+      put(row, "verdict", verdict === "-" ? null : verdict).textContent = verdict;
       mark(row);
     }
     const shown = document.createElement("bdi");
@@ -56,6 +58,8 @@
       body.hidden = (n !== "" && body.dataset.n !== n) || (place && place.value !== "" && body.dataset.place !== place.value);
     }
     for (const row of rows) row.hidden = own.value !== "" && row.dataset.backend !== own.value;
+    for (const body of bodies) body.hidden ||= [...body.rows].slice(1).every((row) => row.hidden);
+    said.textContent = bodies.every((body) => body.hidden) ? "No cell has this N, world and backend." : "";
   };
 
   // What has no value comes last, whichever way the column is sorted.
@@ -103,7 +107,7 @@
     // That to another baseline is cited on the command line: the page has the run's own.
     const other = [...button.closest("tbody").rows].find((row) => row.dataset.id && name(row) === picked);
     if (!other || other.dataset.id === id) return ["the cell", text];
-    const command = `python -m bench cite results/${data().run} ${id} ${other.dataset.id}`;
+    const command = `python -m bench cite ${data().places} ${id} ${other.dataset.id}`;
     return [`the cell, and the command that cites its ratio to ${picked}`, `${text}\n\n${command}`];
   };
   const byHand = (text) => {
