@@ -160,7 +160,7 @@ class Comparison:
             return ""
         if self.allows_for_days:
             return ACROSS_DAYS
-        return scope_words(self.time.num_runs, may_differ=self.may_differ)
+        return scope_of([self], self.time.num_runs)
 
     @property
     def may_differ(self) -> bool:
@@ -175,16 +175,19 @@ MAY_DIFFER = ", may differ on another day"
 ACROSS_DAYS = ", allowing for what days differ by"
 
 
-def scope_words(num_runs: int, *, may_differ: bool = False) -> str:
-    """Where the verdicts of a report hold, in words that follow one.
+def scope_words(num_runs: int) -> str:
+    """Where the verdicts of a report hold, in words that follow one."""
+    return " in this run" if num_runs == 1 else f" over {num_runs} runs"
 
-    ``may_differ``: whether one of those that are told may be another one on another day.
-    """
-    words = f" over {num_runs} runs"
-    if num_runs == 1:
-        words = " in this run"
-    if may_differ:
-        words += MAY_DIFFER
+
+def scope_of(told: Sequence[Comparison], num_runs: int) -> str:
+    """The same after verdicts that are told, with how many may be others on another day."""
+    words = scope_words(num_runs)
+    num_turning = sum(comparison.may_differ for comparison in told)
+    if num_turning and len(told) == 1:
+        return words + MAY_DIFFER
+    if num_turning:
+        return f"{words}; {plural(num_turning, 'verdict')}{MAY_DIFFER.removeprefix(',')}"
     return words
 
 

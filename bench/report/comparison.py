@@ -28,7 +28,7 @@ from bench.judge.verdicts import (
     Verdict,
     is_off,
     num_judged,
-    scope_words,
+    scope_of,
 )
 from bench.run.machine import NOT_STORED, STORED, Changed
 from bench.screen import Screen
@@ -102,7 +102,7 @@ class Report:
             return ACROSS_DAYS
         if not self.is_within:
             return ""
-        return scope_words(self.num_runs, may_differ=any(row.may_differ for row in told))
+        return scope_of(told, self.num_runs)
 
     @property
     def control_place(self) -> str:

@@ -16,7 +16,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from bench.formatting import at_most, plural, some
 from bench.judge.columns import WORK
 from bench.judge.pairs import ComparedPair
-from bench.judge.verdicts import Verdict, scope_words
+from bench.judge.verdicts import Verdict, scope_of
 from bench.plan.cell import REFERENCES, Status, Sync
 from bench.report import style
 from bench.report.canvas import (
@@ -152,8 +152,7 @@ def _step_time_title(data: FigureData, panel: Panel) -> str:
     if not pairs:
         backends = plural(len(good), "backend")
         return f"{setting}, a step takes {good.min():.3g} to {good.max():.3g} s with {backends}"
-    may_differ = any(pair.may_differ for pair in pairs)
-    scope = scope_words(len(data.analysis.pool.runs), may_differ=may_differ)
+    scope = scope_of(pairs, len(data.analysis.pool.runs))
     return f"{setting}, {_verdicts(pairs)}{scope}"
 
 

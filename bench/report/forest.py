@@ -201,7 +201,7 @@ def _title(report: Report) -> str:
         count = plural(len(pairs), "other")
         verb = one_or_many(len(slower), "is", "are")
         title += f"; {len(slower)} of {count} {verb} slower"
-    return title + report.scope_of(pairs)
+    return title + report.scope_of([pair for pair in pairs if pair.verdict is Verdict.SLOWER])
 
 
 def _with_verdict(pairs: Sequence[ComparedPair], verdict: Verdict) -> list[str]:

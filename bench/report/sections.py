@@ -32,7 +32,7 @@ from bench.judge.trial_columns import (
     SPEED,
     Column,
 )
-from bench.judge.verdicts import Verdict, scope_words
+from bench.judge.verdicts import Verdict, scope_of
 from bench.plan.categories import (
     COPIED_TO_DEVICE,
     COPIED_TO_HOST,
@@ -130,7 +130,7 @@ def speed(data: Analysis) -> PageSection:
             verdicts.append(f"{counts[verdict]} {verdict}")
     if not verdicts:
         verdicts.append("none")
-    scope = scope_words(len(data.pool.runs), may_differ=any(row.may_differ for row in rows))
+    scope = scope_of(rows, len(data.pool.runs))
     first = f"{plural(len(rows), 'comparison')} with {data.baseline}: {', '.join(verdicts)}{scope}."
     spread = (data.cells["slowest_s"] / data.cells["fastest_s"] - 1).dropna()
     second = "No cell has a time that may be compared."
