@@ -444,39 +444,27 @@ def _ignored_epochs(arguments: TrainerArguments) -> Iterator[Found]:
         yield Found(epochs, what, "keep one of the two")
 
 
-LOGS = (
-    ("logging", DEFAULT_LOGGING, "steps", "loss", "logging_first_step"),
-    ("eval", 0, "no", "eval_loss", "eval_on_start"),
-)
-"""What is logged: beginning of its options, default interval and strategy, its name, and what logs
-it at once."""
-
-
 @rule(TrainerArguments, "LOG01", "hugging_face: {max_steps: 400}")
 def _too_rare(arguments: TrainerArguments) -> Iterator[Found]:
+    """The loss is logged every ``logging_steps`` only; the Trainer evaluates at the end too."""
     total = arguments.total_steps
-    for name, default, usual, field, first in LOGS:
-        place = arguments.part.at(f"{name}_steps")
-        every: float | None = default
-        if place.given:
-            every = place.number()
-        strategy = arguments.part.at(f"{name}_strategy").value
-        if strategy is None and name == "eval":
-            strategy = arguments.part.at("evaluation_strategy").value
-        if strategy is None:
-            strategy = usual
-        is_first = arguments.part.at(first).value
-        is_by_step = strategy == "steps" and not is_first
-        if is_by_step and every and 0 < total < every:
-            given = f"{every:g}"
-            if not place.given:
-                given += " (the default)"
-            what = (
-                f"the whole training has {total} optimizer steps, fewer than {name}_steps "
-                f"{given}: {field} is never "
-            )
-            proof = f"train with these arguments: no step of log_history has {field}"
-            yield Found(place, f"{what}logged", f"set {name}_steps to at most {total}", proof)
+    place, strategy = (arguments.part.at(f"logging_{name}") for name in ("steps", "strategy"))
+    if arguments.part.at("logging_first_step").value or strategy.value not in (None, "steps"):
+        return
+    every: float | None = DEFAULT_LOGGING
+    if place.given:
+        every = place.number()
+    if every and 0 < total < every:
+        given = f"{every:g}"
+        if not place.given:
+            given += " (the default)"
+        yield Found(
+            place,
+            f"the whole training has {total} optimizer steps, fewer than logging_steps {given}: "
+            "loss is never logged",
+            f"set logging_steps to at most {total}",
+            "train with these arguments: no step of log_history has loss",
+        )
 
 
 @rule(
