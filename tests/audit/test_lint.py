@@ -989,11 +989,36 @@ def test_json_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
     part = config_file._json(text, "c.json")
     assert part.values == json.loads(json.dumps(hjson.loads(text))) and part.lines["b", "c"] == 5
     path = tmp_path / "ds.json"
-    path.write_text(
-        '{"train_batch_size": GBS, "zero_optimization": {}, "bf16": {"enabled": true},\n"bf16": {}}'
+    engine = (
+        '"train_batch_size": GBS, "optimizer": {}, "zero_optimization": {}, '
+        '"bf16": {"enabled": true},\n"bf16": {}'
     )
-    (finding,) = [each for each in lint([path], LintOptions(deepspeed=NEW)) if each.code == "KEY03"]
-    assert (finding.line, str(finding.level)) == (2, "error")
+    for text, words, level in (
+        (f"{{{engine}}}", "DeepSpeed raises ValueError", "error"),
+        (f'{{{engine}, "scheduler": {{"params": {{"lr": "auto"}}}}}}', "is what counts", "warning"),
+    ):
+        path.write_text(text)
+        findings = lint([path], LintOptions(deepspeed=NEW))
+        (finding,) = [each for each in findings if each.code == "KEY03"]
+        assert (finding.line, str(finding.level)) == (2, level) and words in finding.what
+
+
+def test_a_key_given_twice_is_not_refused_where_deepspeed_does_not_read_the_file(
+    tmp_path: Path,
+) -> None:
+    """Accelerate reads a DeepSpeed config with json.load, and YAML gives DeepSpeed a dictionary."""
+    config = CORPUS["bases"]["auto"]
+    (tmp_path / "ds.json").write_text(json.dumps(config)[:-1] + ', "gradient_clipping": "auto"}')
+    for deepspeed, keys in (
+        ("ds.json", ["gradient_clipping"]),
+        (json.dumps(config), ["gradient_accumulation_steps"]),
+    ):
+        path = tmp_path / "config.yaml"
+        twice = "gradient_accumulation_steps: 4\n" * (1 + (deepspeed != "ds.json"))
+        path.write_text(f"per_device_train_batch_size: 4\n{twice}deepspeed: {deepspeed}\n")
+        findings = lint([path], LintOptions(deepspeed=NEW))
+        assert [(each.code, each.key) for each in findings] == [("KEY03", key) for key in keys]
+        assert not [each for each in findings if each.level is Level.ERROR]
 
 
 def test_the_last_of_repeated_keys_counts(tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ def _with_deepspeed(
 ) -> Iterator[object]:
     """What rules are about in the DeepSpeed config of the Trainer."""
     engine = deepspeed_config.read(given)
-    yield from repeated_keys(given, is_deepspeed=True)
+    yield from repeated_keys(given)  # accelerate reads the file, with json.load
     yield from deepspeed_keys(given, options)
     n, ranks, micro = arguments.known_accumulate, arguments.world_size, arguments.known_micro_batch
     together = None
