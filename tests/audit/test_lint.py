@@ -759,6 +759,30 @@ def test_an_epoch_of_other_samples_is_not_counted(tmp_path: Path, key: str) -> N
         assert codes(lint([path], options)) == found
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "found"),
+    [
+        ("config.json", "", ["LOG01", "MIS01"]),
+        ("config.json", "num_generations", []),
+        ("config.yaml", "completion_only_loss", []),
+    ],
+)
+def test_defaults_are_unknown_where_trl_may_set_them(
+    tmp_path: Path, name: str, key: str, found: list[str]
+) -> None:
+    """TRL's arguments have logging_steps 10, and bf16 unless there is fp16."""
+    config = CORPUS["bases"]["hugging_face"] | {"max_steps": 50}
+    if key:
+        config |= {key: 8}
+    bf16 = CORPUS["bases"]["auto"] | {"bf16": {"enabled": True}}
+    codes_found = []
+    for deepspeed in ({}, {"deepspeed": bf16}):
+        path = tmp_path / name
+        path.write_text(json.dumps(config | deepspeed))
+        codes_found += codes(lint([path], LintOptions(deepspeed=NEW)))
+    assert sorted({*codes_found} - {"ACC01"}) == found
+
+
 def test_a_command_that_leaves_n_to_accelerate_is_not_refused(tmp_path: Path) -> None:
     """Its program may be another than the Trainer; one that gives another N is refused."""
     config = CORPUS["bases"]["accelerate"] | {
