@@ -988,6 +988,34 @@ def test_an_argument_that_is_refused_is_all_that_is_said(
     assert codes(lint([path], options)) == found
 
 
+TRAINER_HERE = "accumulate_grad_batches: 4, max_steps: 9, log_every_n_steps: 1, mine: 2"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (f"seed_everything: 1\ntrainer: {{{TRAINER_HERE}}}\n", ["KEY01"]),
+        (f"ckpt_path: null\ntrainer: {{{TRAINER_HERE}}}\n", []),
+        (
+            "seed_everything: 1\ntrainer: {class_path: lightning.Trainer, init_args: {"
+            f"strategy: deepspeed_stage_2, {TRAINER_HERE}}}}}\n",
+            ["DBL01"],
+        ),
+        (
+            "seed_everything: 1\ntrainer: {_target_: lightning.Trainer, _recursive_: false, "
+            f"{TRAINER_HERE}}}\n",
+            [],
+        ),
+    ],
+)
+def test_only_lightning_cli_refuses_keys(tmp_path: Path, text: str, found: list[str]) -> None:
+    """Its Trainer is no class_path, and no call of Hydra's."""
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    options = LintOptions(deepspeed=NEW, lightning=UsedVersion(NEWEST["lightning"]))
+    assert codes(lint([path], options)) == found
+
+
 def test_a_list_of_lightning_cli_may_be_added_to(tmp_path: Path) -> None:
     """jsonargparse reads callbacks+ in a config as it does on the command line."""
     path = tmp_path / "config.yaml"
