@@ -680,6 +680,28 @@ def test_what_a_script_does_not_say_is_not_known(text: str) -> None:
     assert command.arguments.at("n").unknown and not command.has_unknown_options
 
 
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [
+        ("--num_gpus 2", 2),
+        ("--num_gpus 2 --num_nodes 3", 6),
+        ("--hostfile hosts --num_gpus 2", None),
+        ("-H hosts --num_gpus 2", None),
+        ("--hostfile hosts --num_gpus 2 --num_nodes 3", 6),
+        ("--include localhost:0,2,3", 3),
+        ("-i localhost:0,2,3", 3),
+        ("--include localhost", None),
+        ("--include one@two:0,1", None),
+        ("--include one:0@two:0,1", None),
+        ("--include localhost:$GPUS", None),
+    ],
+)
+def test_ranks_of_the_deepspeed_launcher(options: str, ranks: int | None) -> None:
+    """GPUs are counted on each host, and a host without a list has all of its own."""
+    (command,) = launch_script.commands(f"deepspeed {options} train.py --n 1", "train.sh")
+    assert command.ranks == ranks
+
+
 TRAINER = "deepspeed --num_gpus 2 train.py --per_device_train_batch_size 1 --logging_steps 9 --bf16"
 
 
