@@ -169,6 +169,11 @@ class TrainerArguments:
             return self.launch.at("distributed_type")
         return None
 
+    @property
+    def has_options_of_fsdp(self) -> bool:
+        """Whether FSDP may be asked for by its options alone (axolotl core/builders/base.py)."""
+        return bool(self.part.at("fsdp_config").value)
+
     def parameters(self) -> tuple[ConfigPart, str] | None:
         """Where the parameters get a dtype of 16 bits, and which.
 
@@ -352,7 +357,7 @@ def _parameters_in_16_bits(arguments: TrainerArguments) -> Iterator[Found]:
         return
     if arguments.part.at("deepspeed").value or arguments.launch_kind == "DEEPSPEED":
         return
-    if arguments.fsdp is not None:
+    if arguments.fsdp is not None or arguments.has_options_of_fsdp:
         return
     place, dtype = found
     fix = (
