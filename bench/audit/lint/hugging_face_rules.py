@@ -32,6 +32,8 @@ RESAMPLED = (
 )
 """Keys by which an epoch has other samples than the data set: packed ones, several of each prompt
 as in GRPO (trl/trainer/grpo_trainer.py, ``RepeatSampler``), or an end of ms-swift's own."""
+WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
+"""Schedules that take no warm-up: transformers/optimization.py get_scheduler."""
 KWARGS = "accelerator_config.gradient_accumulation_kwargs"
 ADAPTERS = (
     "lora",
@@ -480,7 +482,7 @@ def _too_rare(arguments: TrainerArguments) -> Iterator[Found]:
 @says(Level.WARNING, "warm-up longer than the training", f"{ARGUMENTS} get_warmup_steps")
 def _long_warmup(arguments: TrainerArguments) -> Iterator[Found]:
     place, total = arguments.part.at("warmup_steps"), arguments.total_steps
-    if arguments.part.at("lr_scheduler_type").value == "constant":  # has no warm-up
+    if arguments.part.at("lr_scheduler_type").value in WITHOUT_WARMUP:
         return
     if total == 0 or place.value in (-1, -1.0):
         return
