@@ -240,26 +240,30 @@ class ConfigPart:
             return default
         return int(value)
 
-    def number(self, also: str | None = None) -> float | None:
-        """A finite number of at least 0 (1e-1 is a string in YAML)."""
+    def number(self, also: str | None = None, *, least: float = 0.0) -> float | None:
+        """A finite number (1e-1 is a string in YAML)."""
+        expected = "a finite number"
+        if math.isfinite(least):
+            expected += f" of at least {least:g}"
 
         def is_right(value: Any) -> bool:
             try:
-                return not isinstance(value, bool) and 0 <= float(value) < math.inf
+                number = float(value)
             except (ValueError, TypeError, OverflowError):
                 return False
+            return not isinstance(value, bool) and math.isfinite(number) and number >= least
 
-        value = self.checked(is_right, "a finite number of at least 0", also)
+        value = self.checked(is_right, expected, also)
         if value is None:
             return None
         return float(value)
 
     def flag(self, default: bool, also: str | None = None) -> bool:
         """True or false; the default if it is missing, not known here, or the word ``also``."""
-        value = self.checked(lambda value: isinstance(value, bool), "true or false", also)
+        value = self.checked(lambda value: _flag(value) is not None, "true or false", also)
         if value is None:
             return default
-        return bool(value)
+        return bool(_flag(value))
 
     def string(self) -> str | None:
         found: str | None = self.checked(lambda value: isinstance(value, str), "a string")
@@ -273,6 +277,16 @@ class ConfigPart:
         if value is None:
             return default
         return int(value)
+
+
+def _flag(value: Any) -> bool | None:
+    """What a value says where true or false is meant, as parsers of options read it."""
+    words = str(value).lower()
+    if words in {"true", "yes", "t", "y", "1", "1.0"}:
+        return True
+    if words in {"false", "no", "f", "n", "0", "0.0"}:
+        return False
+    return None
 
 
 def put(values: dict[str, Any], path: KeyPath, value: Any) -> None:

@@ -93,9 +93,10 @@ class TrainerArguments:
         )
         """Whether another program sets N, or the micro-batch."""
         self.is_split = part.at("accelerator_config.split_batches").flag(default=False)
-        epochs, clip = part.at("num_train_epochs").number(), part.at("max_grad_norm")
-        self.clip: float | None = clip.number()
-        """None if it is unknown."""
+        epochs = part.at("num_train_epochs").number(least=-math.inf)
+        clip = part.at("max_grad_norm")
+        self.clip = clip.number(least=-math.inf)
+        """None if it is unknown; clips nothing if it is not above 0."""
         if not clip.given:
             self.clip = DEFAULT_CLIP
         self.dtypes = {name: self._dtype(name) for name in ("bf16", "fp16")}
@@ -123,7 +124,8 @@ class TrainerArguments:
             batches = options.samples // together
         if epochs is None:
             epochs = DEFAULT_EPOCHS
-        return math.ceil(epochs * windows_of(max(batches, 1), self.accumulate).windows)
+        steps = math.ceil(epochs * windows_of(max(batches, 1), self.accumulate).windows)
+        return max(steps, 0)
 
     def _dtype(self, name: str) -> bool | None:
         """Whether training is in a dtype; None if it is not known."""
@@ -197,11 +199,15 @@ class TrainerArguments:
 
 
 def _max_steps(place: ConfigPart) -> int:
-    """Optimizer steps after which training ends; 0 for no limit. A negative number is no limit."""
-    value = place.value
-    if isinstance(value, int | float) and value < 0:
+    """Optimizer steps after which training ends; 0 for no limit."""
+    if _is_negative(place):
         return 0
     return place.integer(least=0, default=0)
+
+
+def _is_negative(place: ConfigPart) -> bool:
+    """Whether a value is below 0, by which TrainingArguments mean that there is no limit."""
+    return isinstance(place.value, int | float) and place.value < 0
 
 
 @dataclass(frozen=True)
@@ -443,7 +449,7 @@ def _smaller_batches(arguments: TrainerArguments) -> Iterator[Found]:
 @says(Level.WARNING, "num_train_epochs ignored", f"{TRAINER} set_initial_training_values")
 def _ignored_epochs(arguments: TrainerArguments) -> Iterator[Found]:
     epochs = arguments.part.at("num_train_epochs")
-    if arguments.max_steps and epochs.given:
+    if arguments.max_steps and epochs.given and not _is_negative(epochs):
         what = (
             f"max_steps {arguments.max_steps} alone ends training; num_train_epochs "
             f"{epochs.value} is ignored"
@@ -507,7 +513,7 @@ def _ignored_clip(arguments: TrainerArguments) -> Iterator[Found]:
     default = 0.0
     if is_known_bad(SILENT_CLIPPING, arguments.options.deepspeed):
         default = 1.0
-    if arguments.given is None or arguments.clip in (None, default):
+    if arguments.given is None or arguments.clip is None or max(arguments.clip, 0.0) == default:
         return
     place = arguments.given.at("gradient_clipping")
     if not place.given:
