@@ -516,6 +516,24 @@ def test_a_bad_file_stops_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert cli.main(["lint", str(other)]) == WRONG
 
 
+OTHERS = ["kind: Service\n---\nkind: Deployment\n", "e: !!python/name:a.b\n", "a: {{ .Values.a }}\n"]
+
+
+@pytest.mark.parametrize("text", OTHERS)
+def test_yaml_for_other_programs_is_unknown_in_a_folder(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It makes the status 2 only where it is named itself."""
+    good = write(tmp_path, lightning("ddp"), "good.yaml")
+    other = tmp_path / "other.yaml"
+    other.write_text(text)
+    assert cli.main(["lint", str(tmp_path)]) == GOOD
+    assert f"unknown: {other}:" in capsys.readouterr().err
+    for named in ([other], [good, other]):
+        assert cli.main(["lint", *map(str, named)]) == WRONG
+        assert "is not plain YAML" in capsys.readouterr().err
+
+
 def test_what_another_program_fills_in_is_no_approval(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

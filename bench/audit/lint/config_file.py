@@ -40,6 +40,10 @@ class NotReadError(InputError):
     """The file itself cannot be read as a config."""
 
 
+class ForeignError(NotReadError):
+    """The file is YAML for another program: several documents, or values of its own kinds."""
+
+
 class NoConfigError(NotReadError):
     """The file holds no mapping, or far too much, so it is no config."""
 
@@ -396,7 +400,10 @@ def _loaded(text: str, file: str, *, is_json: bool) -> ConfigPart:
         if is_json:
             kind = "JSON, with or without comments"
         line, problem = _marked(error)
-        raise NotReadError(f"{file}:{line}: is not {kind} ({problem})") from error
+        error_class = NotReadError
+        if any(words in problem for words in FOREIGN):
+            error_class = ForeignError
+        raise error_class(f"{file}:{line}: is not {kind} ({problem})") from error
     except (
         yaml.YAMLError,
         ValueError,
@@ -428,6 +435,8 @@ def _marked(error: yaml.MarkedYAMLError) -> tuple[int, str]:
     return line, str(problem)
 
 
+FOREIGN = ("found another document", "could not determine a constructor", "found unhashable key")
+"""What PyYAML says of several documents, values of a program's own, and templates."""
 TOO_DEEP = f"is nested more than {MAX_DEPTH} levels deep; a config must be flatter"
 NOT_YAML = re.compile(f"{yaml.reader.Reader.NON_PRINTABLE.pattern}|[\t\x85\u2028\u2029]")
 """Characters that JSON may contain, and YAML may not, or takes for the end of a line."""
