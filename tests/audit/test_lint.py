@@ -612,6 +612,10 @@ READ = [
     ("N=8\ncat > c.txt <<EOF\nN=9\nit's $N\nEOF\n{} --n $N", {"n": 8}),
     ("N=8\nbash <<EOF\n{} --n $N\nEOF", {"n": 8}),
     ('N=8\neval "{} --n $N"', {"n": 8}),
+    ("function f {{\n local N=8\n {} --n $N\n}}\nf", {"n": 8}),
+    ("N=8\n(N=4)\n{} --n $N", {"n": 8}),
+    ("(N=4; case $N in 4) N=8;; esac; true)\nN=2\n({} --n $N)", {"n": 2}),
+    ("N=8\nsource env/bin/activate\n{} --n $N", {"n": 8}),
     ("{} --a 1 \\\n  # --b 2 \\\n  --n 3\n", {"a": 1}),  # the comment ends the command
     ("{} --n 8 2>&1 | tee log; true", {"n": 8}),
 ]
@@ -688,6 +692,10 @@ UNTOLD = [
     "N=8\n((N++))\n{} --n $N",
     "N=8\n{} --n '$N'",
     "source settings\n{} --n $N",
+    "N=8\nsource settings\n{} --n $N",
+    "N=8\n[ -f settings ] && . settings\n{} --n $N",
+    "( N=8 )\n{} --n $N",
+    "N=8\nfunction f {{ {} --n $N; }}\nf\nN=4\nf",
     "{} --n <N>",
 ]
 

@@ -38,6 +38,10 @@ CHANGED = re.compile(r"([A-Za-z_]\w*)\s*(?:\+\+|--|[-+*/%]?=(?!=))|(?:\+\+|--)\s
 DECLARE = {"export", "local", "declare", "readonly", "typeset"}
 SETS = {"read", "mapfile", "readarray", "unset", "getopts", "let", "for", "select"}
 """Commands whose arguments are variables that they set."""
+READS = {"source", "."}
+"""Commands that run another script here, which may set any variable."""
+ACTIVATES = r"(\S*/)?activate( .*)?"
+"""A script that activates a virtual environment, and sets no variable of ours."""
 SHELLS = {"bash", "sh", "sbatch"}
 OPENS = {
     **dict.fromkeys(("for", "while", "until", "select"), "done"),
@@ -144,7 +148,8 @@ class _Script:
         self.words: list[Word] = []
         self.joined_by = ""
         """The operator before this command."""
-        self.parentheses = 0
+        self.subshells: list[tuple[int, dict[str, Value]]] = []
+        """Of each ``(`` that is open: how many compound commands were, and the values before it."""
         self.begins_function = False
         self.number_of_words = 0
         times = Counter(ANY_ASSIGNMENT.findall(text))
@@ -243,6 +248,8 @@ class _Script:
         """Add the words of one place to the command; the first may open or close another."""
         self.number_of_words += len(texts)
         for text in texts:
+            if text == "{" and self.words and self.words[0].text == "function":
+                self.begins_function, self.words = True, []
             if self.words or not self._is_grammar(text):
                 self.words.append(Word(text, line))
 
@@ -289,12 +296,8 @@ class _Script:
     def _ended(self, by: str) -> Iterator[list[Word]]:
         """The command that ends here, after what it sets; none if it has no words."""
         words, self.words = self.words, []
-        if by == ")" and not self.parentheses:
+        if by == ")" and not self._ends_subshell():
             words = []  # a pattern of case
-        if by == "(":
-            self.parentheses += 1
-        elif by == ")" and self.parentheses:
-            self.parentheses -= 1
         names_function = by == "(" and self.text.startswith(")", self.place)
         if words and (names_function or words[0].text == "function"):
             self.begins_function, words = True, []
@@ -306,7 +309,19 @@ class _Script:
             yield words
         if by in {";;", ";&", ";;&"}:
             self._branch()
+        self._subshell(by)
         self.joined_by = by
+
+    def _subshell(self, by: str) -> None:
+        """Begin or end ``(...)``, which sets nothing for what follows it."""
+        if by == "(":
+            self.subshells.append((len(self.compounds), dict(self.values)))
+        elif by == ")" and self._ends_subshell():
+            _, self.values = self.subshells.pop()
+
+    def _ends_subshell(self) -> bool:
+        """Whether a ``)`` here is none of a pattern of case."""
+        return bool(self.subshells) and self.subshells[-1][0] == len(self.compounds)
 
     def _set(self, words: Sequence[Word]) -> None:
         """Keep what a command sets."""
@@ -315,6 +330,9 @@ class _Script:
             last = 2 if texts[0] in {"for", "select"} else len(texts)
             for text in texts[1:last]:
                 self._assign(text.partition("=")[0].strip("+-*/"), None)
+            return
+        if texts[0] in READS and not re.fullmatch(ACTIVATES, " ".join(texts[1:])):
+            self.values = dict.fromkeys(self.values)
             return
         if texts[0] in DECLARE:
             texts = texts[1:]
