@@ -451,6 +451,10 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
 
+MERGES = "n0: &n0 {k: 1}\n" + "".join(
+    f"n{number}: &n{number} {{<<: [*n{number - 1}, *n{number - 1}]}}\n" for number in range(1, 50)
+)
+
 HOSTILE = [
     (
         "c.yaml",
@@ -463,6 +467,9 @@ HOSTILE = [
     ("c.yaml", b"trainer: {devices: " + b"9" * 5000 + b"}\n", "."),
     ("c.yaml", b"[" * 30_000, "nested more than"),
     ("c.yaml", (BOMB + "trainer: {}\n").encode(), "with its aliases expanded"),
+    ("c.yaml", (MERGES + "<<: *n49\n").encode(), "with its aliases expanded"),
+    ("c.json", b"/* " * 300_000, "."),
+    ("c.json", b'"' + b'\\"' * 300_000, "."),
     ("c.yaml", b"- trainer\n", "has no keys"),
     ("c.yaml", b"model: {}\n", "is of no kind that lint knows"),
     ("c.yaml", b"#" * (config_file.MAX_BYTES + 1), "is larger than 1024 KiB"),
@@ -516,7 +523,11 @@ def test_a_bad_file_stops_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert cli.main(["lint", str(other)]) == WRONG
 
 
-OTHERS = ["kind: Service\n---\nkind: Deployment\n", "e: !!python/name:a.b\n", "a: {{ .Values.a }}\n"]
+OTHERS = [
+    "kind: Service\n---\nkind: Deployment\n",
+    "e: !!python/name:a.b\n",
+    "a: {{ .Values.a }}\n",
+]
 
 
 @pytest.mark.parametrize("text", OTHERS)
@@ -726,6 +737,22 @@ def test_ranks_of_the_deepspeed_launcher(options: str, ranks: int | None) -> Non
     """GPUs are counted on each host, and a host without a list has all of its own."""
     (command,) = launch_script.commands(f"deepspeed {options} train.py --n 1", "train.sh")
     assert command.ranks == ranks
+
+
+ENDLESS = [
+    "A=aaaaaaaa\n" + "A=$A$A\n" * 50,
+    "L=(a b c d)\n" + 'L=("${L[@]}" "${L[@]}")\n' * 50,
+    "A=(" * 5000,
+    "eval " * 5000,
+    'A=\'eval "$A"; eval "$A"; # ' + "x" * 40_000 + '\'\neval "$A"',
+    "{ " * 5000,
+    "( " * 5000,
+]
+
+
+@pytest.mark.parametrize("text", ENDLESS, ids=range(len(ENDLESS)))
+def test_a_script_that_grows_is_read_as_far_as_people_write(text: str) -> None:
+    assert len(launch_script.commands(f"{text}\n{LAUNCH} --n 8\n", "train.sh")) <= 1
 
 
 TRAINER = "deepspeed --num_gpus 2 train.py --per_device_train_batch_size 1 --logging_steps 9 --bf16"

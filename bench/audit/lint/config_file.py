@@ -438,9 +438,12 @@ def _marked(error: yaml.MarkedYAMLError) -> tuple[int, str]:
 FOREIGN = ("found another document", "could not determine a constructor", "found unhashable key")
 """What PyYAML says of several documents, values of a program's own, and templates."""
 TOO_DEEP = f"is nested more than {MAX_DEPTH} levels deep; a config must be flatter"
+TOO_MANY = f"has more than {MAX_VALUES} values with its aliases expanded; use fewer"
+MERGE = "tag:yaml.org,2002:merge"
 NOT_YAML = re.compile(f"{yaml.reader.Reader.NON_PRINTABLE.pattern}|[\t\x85\u2028\u2029]")
 """Characters that JSON may contain, and YAML may not, or takes for the end of a line."""
-STRING_OR_COMMENT = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
+STRING_OR_COMMENT = re.compile(r'"(?:[^"\\\n]|\\.)*"?|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)', re.DOTALL)
+"""Also those without an end, so that no text is searched for it again and again."""
 
 
 def without_comments(text: str) -> str:
@@ -475,14 +478,13 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
         self.doubles: dict[int, list[Repeated]] = {}
         """By mapping: keys given twice, with the key as path."""
         self.num_values = 0
+        self.num_merged = 0
 
     def value_of(self, node: yaml.Node, path: KeyPath) -> Any:
         """The value of a node. Raises NotReadError for what is too large or too deep."""
         self.num_values += 1
         if self.num_values > MAX_VALUES:
-            raise self.error(
-                node, f"has more than {MAX_VALUES} values with its aliases expanded; use fewer"
-            )
+            raise self.error(node, TOO_MANY)
         if len(path) > MAX_DEPTH:
             raise self.error(node, TOO_DEEP)
         if isinstance(node, yaml.SequenceNode) and (
@@ -511,13 +513,32 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
             found[key] = self.inside(inner, (*path, key), key_node)
         return found
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Put in what ``<<`` names. Raises NotReadError if that is too much in the whole file."""
+        for key_node, value in node.value:
+            if key_node.tag == MERGE:
+                self.count_merged(value)
+        super().flatten_mapping(node)
+
+    def count_merged(self, node: yaml.Node) -> None:
+        """Count what a mapping brings, or a list of them, before it is put in."""
+        inner = [node]
+        if isinstance(node, yaml.SequenceNode):
+            inner = node.value
+        for each in inner:
+            if isinstance(each, yaml.MappingNode):
+                self.flatten_mapping(each)
+                self.num_merged += len(each.value)
+            if self.num_merged > MAX_VALUES:
+                raise self.error(node, TOO_MANY)
+
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         first: dict[str, tuple[int, yaml.Node]] = {}
         for key_node, value in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise ConstructorError(None, None, "found unhashable key", key_node.start_mark)
-            if key_node.tag == "tag:yaml.org,2002:merge":
+            if key_node.tag == MERGE:
                 continue
             key, line = str(self.construct_object(key_node)), key_node.start_mark.line + 1
             if key in first:
