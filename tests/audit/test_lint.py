@@ -451,6 +451,10 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
 
+MERGES = "n0: &n0 {k: 1}\n" + "".join(
+    f"n{number}: &n{number} {{<<: [*n{number - 1}, *n{number - 1}]}}\n" for number in range(1, 50)
+)
+
 HOSTILE = [
     (
         "c.yaml",
@@ -463,6 +467,9 @@ HOSTILE = [
     ("c.yaml", b"trainer: {devices: " + b"9" * 5000 + b"}\n", "."),
     ("c.yaml", b"[" * 30_000, "nested more than"),
     ("c.yaml", (BOMB + "trainer: {}\n").encode(), "with its aliases expanded"),
+    ("c.yaml", (MERGES + "<<: *n49\n").encode(), "with its aliases expanded"),
+    ("c.json", b"/* " * 300_000, "."),
+    ("c.json", b'"' + b'\\"' * 300_000, "."),
     ("c.yaml", b"- trainer\n", "has no keys"),
     ("c.yaml", b"model: {}\n", "is of no kind that lint knows"),
     ("c.yaml", b"#" * (config_file.MAX_BYTES + 1), "is larger than 1024 KiB"),
@@ -514,6 +521,28 @@ def test_a_bad_file_stops_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     other = write(tmp_path, {"model": {}}, "other.json")
     assert cli.main(["lint", str(other), str(tmp_path / "list.json")]) == GOOD
     assert cli.main(["lint", str(other)]) == WRONG
+
+
+OTHERS = [
+    "kind: Service\n---\nkind: Deployment\n",
+    "e: !!python/name:a.b\n",
+    "a: {{ .Values.a }}\n",
+]
+
+
+@pytest.mark.parametrize("text", OTHERS)
+def test_yaml_for_other_programs_is_unknown_in_a_folder(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It makes the status 2 only where it is named itself."""
+    good = write(tmp_path, lightning("ddp"), "good.yaml")
+    other = tmp_path / "other.yaml"
+    other.write_text(text)
+    assert cli.main(["lint", str(tmp_path)]) == GOOD
+    assert f"unknown: {other}:" in capsys.readouterr().err
+    for named in ([other], [good, other]):
+        assert cli.main(["lint", *map(str, named)]) == WRONG
+        assert "is not plain YAML" in capsys.readouterr().err
 
 
 def test_what_another_program_fills_in_is_no_approval(
@@ -594,6 +623,10 @@ READ = [
     ("N=8\ncat > c.txt <<EOF\nN=9\nit's $N\nEOF\n{} --n $N", {"n": 8}),
     ("N=8\nbash <<EOF\n{} --n $N\nEOF", {"n": 8}),
     ('N=8\neval "{} --n $N"', {"n": 8}),
+    ("function f {{\n local N=8\n {} --n $N\n}}\nf", {"n": 8}),
+    ("N=8\n(N=4)\n{} --n $N", {"n": 8}),
+    ("(N=4; case $N in 4) N=8;; esac; true)\nN=2\n({} --n $N)", {"n": 2}),
+    ("N=8\nsource env/bin/activate\n{} --n $N", {"n": 8}),
     ("{} --a 1 \\\n  # --b 2 \\\n  --n 3\n", {"a": 1}),  # the comment ends the command
     ("{} --n 8 2>&1 | tee log; true", {"n": 8}),
 ]
@@ -670,6 +703,10 @@ UNTOLD = [
     "N=8\n((N++))\n{} --n $N",
     "N=8\n{} --n '$N'",
     "source settings\n{} --n $N",
+    "N=8\nsource settings\n{} --n $N",
+    "N=8\n[ -f settings ] && . settings\n{} --n $N",
+    "( N=8 )\n{} --n $N",
+    "N=8\nfunction f {{ {} --n $N; }}\nf\nN=4\nf",
     "{} --n <N>",
 ]
 
@@ -678,6 +715,44 @@ UNTOLD = [
 def test_what_a_script_does_not_say_is_not_known(text: str) -> None:
     (command,) = launch_script.commands(text.format("torchrun train.py"), "train.sh")
     assert command.arguments.at("n").unknown and not command.has_unknown_options
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [
+        ("--num_gpus 2", 2),
+        ("--num_gpus 2 --num_nodes 3", 6),
+        ("--hostfile hosts --num_gpus 2", None),
+        ("-H hosts --num_gpus 2", None),
+        ("--hostfile hosts --num_gpus 2 --num_nodes 3", 6),
+        ("--include localhost:0,2,3", 3),
+        ("-i localhost:0,2,3", 3),
+        ("--include localhost", None),
+        ("--include one@two:0,1", None),
+        ("--include one:0@two:0,1", None),
+        ("--include localhost:$GPUS", None),
+    ],
+)
+def test_ranks_of_the_deepspeed_launcher(options: str, ranks: int | None) -> None:
+    """GPUs are counted on each host, and a host without a list has all of its own."""
+    (command,) = launch_script.commands(f"deepspeed {options} train.py --n 1", "train.sh")
+    assert command.ranks == ranks
+
+
+ENDLESS = [
+    "A=aaaaaaaa\n" + "A=$A$A\n" * 50,
+    "L=(a b c d)\n" + 'L=("${L[@]}" "${L[@]}")\n' * 50,
+    "A=(" * 5000,
+    "eval " * 5000,
+    'A=\'eval "$A"; eval "$A"; # ' + "x" * 40_000 + '\'\neval "$A"',
+    "{ " * 5000,
+    "( " * 5000,
+]
+
+
+@pytest.mark.parametrize("text", ENDLESS, ids=range(len(ENDLESS)))
+def test_a_script_that_grows_is_read_as_far_as_people_write(text: str) -> None:
+    assert len(launch_script.commands(f"{text}\n{LAUNCH} --n 8\n", "train.sh")) <= 1
 
 
 TRAINER = "deepspeed --num_gpus 2 train.py --per_device_train_batch_size 1 --logging_steps 9 --bf16"
@@ -757,6 +832,30 @@ def test_an_epoch_of_other_samples_is_not_counted(tmp_path: Path, key: str) -> N
         path.write_text(f"{text}num_train_epochs: 1\n{also}\n")
         options = LintOptions(deepspeed=NEW, samples=640, world_size=1)
         assert codes(lint([path], options)) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "found"),
+    [
+        ("config.json", "", ["LOG01", "MIS01"]),
+        ("config.json", "num_generations", []),
+        ("config.yaml", "completion_only_loss", []),
+    ],
+)
+def test_defaults_are_unknown_where_trl_may_set_them(
+    tmp_path: Path, name: str, key: str, found: list[str]
+) -> None:
+    """TRL's arguments have logging_steps 10, and bf16 unless there is fp16."""
+    config = CORPUS["bases"]["hugging_face"] | {"max_steps": 50}
+    if key:
+        config |= {key: 8}
+    bf16 = CORPUS["bases"]["auto"] | {"bf16": {"enabled": True}}
+    codes_found = []
+    for deepspeed in ({}, {"deepspeed": bf16}):
+        path = tmp_path / name
+        path.write_text(json.dumps(config | deepspeed))
+        codes_found += codes(lint([path], LintOptions(deepspeed=NEW)))
+    assert sorted({*codes_found} - {"ACC01"}) == found
 
 
 def test_a_command_that_leaves_n_to_accelerate_is_not_refused(tmp_path: Path) -> None:
@@ -964,6 +1063,34 @@ def test_an_argument_that_is_refused_is_all_that_is_said(
     assert codes(lint([path], options)) == found
 
 
+TRAINER_HERE = "accumulate_grad_batches: 4, max_steps: 9, log_every_n_steps: 1, mine: 2"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (f"seed_everything: 1\ntrainer: {{{TRAINER_HERE}}}\n", ["KEY01"]),
+        (f"ckpt_path: null\ntrainer: {{{TRAINER_HERE}}}\n", []),
+        (
+            "seed_everything: 1\ntrainer: {class_path: lightning.Trainer, init_args: {"
+            f"strategy: deepspeed_stage_2, {TRAINER_HERE}}}}}\n",
+            ["DBL01"],
+        ),
+        (
+            "seed_everything: 1\ntrainer: {_target_: lightning.Trainer, _recursive_: false, "
+            f"{TRAINER_HERE}}}\n",
+            [],
+        ),
+    ],
+)
+def test_only_lightning_cli_refuses_keys(tmp_path: Path, text: str, found: list[str]) -> None:
+    """Its Trainer is no class_path, and no call of Hydra's."""
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    options = LintOptions(deepspeed=NEW, lightning=UsedVersion(NEWEST["lightning"]))
+    assert codes(lint([path], options)) == found
+
+
 def test_a_list_of_lightning_cli_may_be_added_to(tmp_path: Path) -> None:
     """jsonargparse reads callbacks+ in a config as it does on the command line."""
     path = tmp_path / "config.yaml"
@@ -989,11 +1116,36 @@ def test_json_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
     part = config_file._json(text, "c.json")
     assert part.values == json.loads(json.dumps(hjson.loads(text))) and part.lines["b", "c"] == 5
     path = tmp_path / "ds.json"
-    path.write_text(
-        '{"train_batch_size": GBS, "zero_optimization": {}, "bf16": {"enabled": true},\n"bf16": {}}'
+    engine = (
+        '"train_batch_size": GBS, "optimizer": {}, "zero_optimization": {}, '
+        '"bf16": {"enabled": true},\n"bf16": {}'
     )
-    (finding,) = [each for each in lint([path], LintOptions(deepspeed=NEW)) if each.code == "KEY03"]
-    assert (finding.line, str(finding.level)) == (2, "error")
+    for text, words, level in (
+        (f"{{{engine}}}", "DeepSpeed raises ValueError", "error"),
+        (f'{{{engine}, "scheduler": {{"params": {{"lr": "auto"}}}}}}', "is what counts", "warning"),
+    ):
+        path.write_text(text)
+        findings = lint([path], LintOptions(deepspeed=NEW))
+        (finding,) = [each for each in findings if each.code == "KEY03"]
+        assert (finding.line, str(finding.level)) == (2, level) and words in finding.what
+
+
+def test_a_key_given_twice_is_not_refused_where_deepspeed_does_not_read_the_file(
+    tmp_path: Path,
+) -> None:
+    """Accelerate reads a DeepSpeed config with json.load, and YAML gives DeepSpeed a dictionary."""
+    config = CORPUS["bases"]["auto"]
+    (tmp_path / "ds.json").write_text(json.dumps(config)[:-1] + ', "gradient_clipping": "auto"}')
+    for deepspeed, keys in (
+        ("ds.json", ["gradient_clipping"]),
+        (json.dumps(config), ["gradient_accumulation_steps"]),
+    ):
+        path = tmp_path / "config.yaml"
+        twice = "gradient_accumulation_steps: 4\n" * (1 + (deepspeed != "ds.json"))
+        path.write_text(f"per_device_train_batch_size: 4\n{twice}deepspeed: {deepspeed}\n")
+        findings = lint([path], LintOptions(deepspeed=NEW))
+        assert [(each.code, each.key) for each in findings] == [("KEY03", key) for key in keys]
+        assert not [each for each in findings if each.level is Level.ERROR]
 
 
 def test_the_last_of_repeated_keys_counts(tmp_path: Path) -> None:

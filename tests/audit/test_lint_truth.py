@@ -237,6 +237,8 @@ def _counts_of_the_trainer(folder: Path) -> None:
     rates = [each["learning_rate"] for each in log if "learning_rate" in each]
     assert len(rates) == 3 and max(rates) == pytest.approx(0.1 * 2 / 6)
     assert not any("loss" in each for each in trained(folder, max_steps=3, logging_steps=5))
+    rare = trained(folder, max_steps=3, eval_strategy="steps", eval_steps=5, logging_steps=5)
+    assert [each["step"] for each in rare if "eval_runtime" in each] == [3]  # at the end
     from transformers import TrainingArguments
 
     arguments = TrainingArguments(
@@ -281,7 +283,7 @@ def trained(folder: Path, **arguments: Any) -> list[dict[str, Any]]:
         output_dir=str(folder), gradient_accumulation_steps=2, **given, **arguments
     )
     data = [{"x": torch.ones(2)} for _ in range(64)]
-    trainer = Trainer(model=Model(), args=made, train_dataset=data)
+    trainer = Trainer(model=Model(), args=made, train_dataset=data, eval_dataset=data)
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.train()
     return list(trainer.state.log_history)

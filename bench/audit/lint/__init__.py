@@ -22,7 +22,14 @@ from bench.audit.lint import (
     lightning_rules,
     loop_rules,
 )
-from bench.audit.lint.config_file import CONFIGS, ConfigPart, NoConfigError, read_file, read_text
+from bench.audit.lint.config_file import (
+    CONFIGS,
+    ConfigPart,
+    ForeignError,
+    NoConfigError,
+    read_file,
+    read_text,
+)
 from bench.audit.lint.config_kinds import EXPECTED, Config, Reader, is_composed, recognize
 from bench.audit.lint.known_keys import known_keys
 from bench.audit.lint.launch_script import LaunchCommand
@@ -65,12 +72,10 @@ def lint(paths: Sequence[Path], options: LintOptions) -> list[LintFinding]:
     for file in files:
         try:
             trainings += _trainings(file, options)
-        except NoConfigError as error:
+        except InputError as error:
             if len(files) == 1:
                 raise
-            options.unknown.append(str(error).partition(";")[0])
-        except InputError as error:
-            _problem(error, files, options)
+            _not_read(error, options, is_named=file in paths)
     if (
         not trainings
         and not options.problems
@@ -98,6 +103,14 @@ def lint(paths: Sequence[Path], options: LintOptions) -> list[LintFinding]:
         dict.fromkeys(findings),
         key=lambda each: (order.get(each.file, len(files)), each.file, each.line, each.code),
     )
+
+
+def _not_read(error: InputError, options: LintOptions, *, is_named: bool) -> None:
+    """Keep why one of several files was not read; of a folder, some are for other programs."""
+    if isinstance(error, NoConfigError) or (isinstance(error, ForeignError) and not is_named):
+        options.unknown.append(str(error).partition(";")[0])
+    else:
+        options.problems.append(str(error))
 
 
 def _problem(error: InputError, files: Sequence[Path], options: LintOptions) -> None:

@@ -12,13 +12,19 @@ from pathlib import Path
 
 from bench.audit.lint import deepspeed_config
 from bench.audit.lint.config_file import AUTO, ConfigPart, put
-from bench.audit.lint.deepspeed_config import DeepSpeedConfig, deepspeed_keys, deepspeed_part
+from bench.audit.lint.deepspeed_config import (
+    SILENT_CLIPPING,
+    DeepSpeedConfig,
+    deepspeed_keys,
+    deepspeed_part,
+)
 from bench.audit.lint.hugging_face_rules import DEFAULT_CLIP, SameValue, TrainerArguments
 from bench.audit.lint.known_keys import Keys, known_keys, repeated_keys
 from bench.audit.lint.lint_options import LintOptions
 from bench.audit.lint.proof import AUDIT
 from bench.audit.lint.rules import Found, rule, says
 from bench.audit.lint.sum_rules import GradientSum
+from bench.audit.lint.version_facts import is_known_bad
 from bench.audit.training_plan import LARGEST_ACCUMULATE
 from bench.findings import Level
 
@@ -343,7 +349,7 @@ def _accumulate(both: AccelerateDeepSpeed) -> Iterator[Found]:
     "accelerate: {deepspeed_config: {zero_stage: 2, gradient_clipping: 0.0}}",
 )
 def _silent_clip(both: AccelerateDeepSpeed) -> Iterator[Found]:
-    """Accelerate keeps a threshold only if it is not 0, and fills in 1.0.
+    """Accelerate keeps a threshold only if it is not 0, and fills in 1.0 where there is none.
 
     The Trainer fills in max_grad_norm first.
     """
@@ -365,7 +371,7 @@ def _silent_clip(both: AccelerateDeepSpeed) -> Iterator[Found]:
             same,
             Level.NOTE,
         )
-    elif both.engine.clip == 0:
+    elif both.engine.clip == 0 and is_known_bad(SILENT_CLIPPING, both.options.deepspeed):
         what = "accelerate drops a gradient_clipping of 0, and DeepSpeed then clips to norm 1.0"
         if both.trainer is not None:
             max_norm = both.trainer.at("max_grad_norm").value

@@ -40,6 +40,10 @@ class NotReadError(InputError):
     """The file itself cannot be read as a config."""
 
 
+class ForeignError(NotReadError):
+    """The file is YAML for another program: several documents, or values of its own kinds."""
+
+
 class NoConfigError(NotReadError):
     """The file holds no mapping, or far too much, so it is no config."""
 
@@ -240,26 +244,30 @@ class ConfigPart:
             return default
         return int(value)
 
-    def number(self, also: str | None = None) -> float | None:
-        """A finite number of at least 0 (1e-1 is a string in YAML)."""
+    def number(self, also: str | None = None, *, least: float = 0.0) -> float | None:
+        """A finite number (1e-1 is a string in YAML)."""
+        expected = "a finite number"
+        if math.isfinite(least):
+            expected += f" of at least {least:g}"
 
         def is_right(value: Any) -> bool:
             try:
-                return not isinstance(value, bool) and 0 <= float(value) < math.inf
+                number = float(value)
             except (ValueError, TypeError, OverflowError):
                 return False
+            return not isinstance(value, bool) and math.isfinite(number) and number >= least
 
-        value = self.checked(is_right, "a finite number of at least 0", also)
+        value = self.checked(is_right, expected, also)
         if value is None:
             return None
         return float(value)
 
     def flag(self, default: bool, also: str | None = None) -> bool:
         """True or false; the default if it is missing, not known here, or the word ``also``."""
-        value = self.checked(lambda value: isinstance(value, bool), "true or false", also)
+        value = self.checked(lambda value: _flag(value) is not None, "true or false", also)
         if value is None:
             return default
-        return bool(value)
+        return bool(_flag(value))
 
     def string(self) -> str | None:
         found: str | None = self.checked(lambda value: isinstance(value, str), "a string")
@@ -273,6 +281,16 @@ class ConfigPart:
         if value is None:
             return default
         return int(value)
+
+
+def _flag(value: Any) -> bool | None:
+    """What a value says where true or false is meant, as parsers of options read it."""
+    words = str(value).lower()
+    if words in {"true", "yes", "t", "y", "1", "1.0"}:
+        return True
+    if words in {"false", "no", "f", "n", "0", "0.0"}:
+        return False
+    return None
 
 
 def put(values: dict[str, Any], path: KeyPath, value: Any) -> None:
@@ -382,7 +400,10 @@ def _loaded(text: str, file: str, *, is_json: bool) -> ConfigPart:
         if is_json:
             kind = "JSON, with or without comments"
         line, problem = _marked(error)
-        raise NotReadError(f"{file}:{line}: is not {kind} ({problem})") from error
+        error_class = NotReadError
+        if any(words in problem for words in FOREIGN):
+            error_class = ForeignError
+        raise error_class(f"{file}:{line}: is not {kind} ({problem})") from error
     except (
         yaml.YAMLError,
         ValueError,
@@ -414,10 +435,15 @@ def _marked(error: yaml.MarkedYAMLError) -> tuple[int, str]:
     return line, str(problem)
 
 
+FOREIGN = ("found another document", "could not determine a constructor", "found unhashable key")
+"""What PyYAML says of several documents, values of a program's own, and templates."""
 TOO_DEEP = f"is nested more than {MAX_DEPTH} levels deep; a config must be flatter"
+TOO_MANY = f"has more than {MAX_VALUES} values with its aliases expanded; use fewer"
+MERGE = "tag:yaml.org,2002:merge"
 NOT_YAML = re.compile(f"{yaml.reader.Reader.NON_PRINTABLE.pattern}|[\t\x85\u2028\u2029]")
 """Characters that JSON may contain, and YAML may not, or takes for the end of a line."""
-STRING_OR_COMMENT = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
+STRING_OR_COMMENT = re.compile(r'"(?:[^"\\\n]|\\.)*"?|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)', re.DOTALL)
+"""Also those without an end, so that no text is searched for it again and again."""
 
 
 def without_comments(text: str) -> str:
@@ -452,14 +478,13 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
         self.doubles: dict[int, list[Repeated]] = {}
         """By mapping: keys given twice, with the key as path."""
         self.num_values = 0
+        self.num_merged = 0
 
     def value_of(self, node: yaml.Node, path: KeyPath) -> Any:
         """The value of a node. Raises NotReadError for what is too large or too deep."""
         self.num_values += 1
         if self.num_values > MAX_VALUES:
-            raise self.error(
-                node, f"has more than {MAX_VALUES} values with its aliases expanded; use fewer"
-            )
+            raise self.error(node, TOO_MANY)
         if len(path) > MAX_DEPTH:
             raise self.error(node, TOO_DEEP)
         if isinstance(node, yaml.SequenceNode) and (
@@ -488,13 +513,32 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
             found[key] = self.inside(inner, (*path, key), key_node)
         return found
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Put in what ``<<`` names. Raises NotReadError if that is too much in the whole file."""
+        for key_node, value in node.value:
+            if key_node.tag == MERGE:
+                self.count_merged(value)
+        super().flatten_mapping(node)
+
+    def count_merged(self, node: yaml.Node) -> None:
+        """Count what a mapping brings, or a list of them, before it is put in."""
+        inner = [node]
+        if isinstance(node, yaml.SequenceNode):
+            inner = node.value
+        for each in inner:
+            if isinstance(each, yaml.MappingNode):
+                self.flatten_mapping(each)
+                self.num_merged += len(each.value)
+            if self.num_merged > MAX_VALUES:
+                raise self.error(node, TOO_MANY)
+
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         first: dict[str, tuple[int, yaml.Node]] = {}
         for key_node, value in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise ConstructorError(None, None, "found unhashable key", key_node.start_mark)
-            if key_node.tag == "tag:yaml.org,2002:merge":
+            if key_node.tag == MERGE:
                 continue
             key, line = str(self.construct_object(key_node)), key_node.start_mark.line + 1
             if key in first:

@@ -343,7 +343,10 @@ def _lightning(root: ConfigPart, suffix: str) -> Config | None:
         around = root
         if above:
             around = root.at(above)
-        places = {"trainer": place}
+        inside = place
+        if "class_path" in part.names_here:
+            inside = f"{place}.init_args".lstrip(".")
+        places = {"trainer": inside}
         if place:
             places |= {
                 key: f"{above}.{key}".lstrip(".")
@@ -374,9 +377,11 @@ def _is_trainer(part: ConfigPart) -> bool:
 def _is_of_command_line(around: ConfigPart) -> bool:
     """Whether LightningCLI wrote or reads the file.
 
-    It names classes by ``class_path``, and has keys of its own.
+    It names classes by ``class_path``, all but the Trainer, and has a key of its own.
     """
-    if has(around, ("seed_everything", "ckpt_path")):
+    if has(around, ("trainer.class_path", "trainer._target_")):
+        return False
+    if has(around, ("seed_everything",)):
         return True
     return any(
         has(around, (f"{name}.class_path",))

@@ -97,12 +97,17 @@ def _bf16_key(part: ConfigPart) -> str:
 
 def read(part: ConfigPart) -> DeepSpeedConfig:
     """What a DeepSpeed config says. Raises InputError naming the key of a wrong value."""
-    for name in ("zero_optimization", "bf16", "bfloat16", "fp16", "data_types"):
+    zero, stage = part.at("zero_optimization"), 0
+    if isinstance(zero.value, bool):  # as in old configs; true is stage 1
+        stage = int(zero.value)
+    else:
+        zero.mapping()
+    for name in ("bf16", "bfloat16", "fp16", "data_types"):
         part.at(name).mapping()
     dtype = part.at("data_types.grad_accum_dtype").string()
     if dtype == AUTO:
         dtype = None
-    offload = part.at("zero_optimization.offload_optimizer").mapping()
+    offload = zero.at("offload_optimizer").mapping()
     return DeepSpeedConfig(
         part=part,
         batch=part.at("train_batch_size").integer(also=AUTO),
@@ -111,7 +116,7 @@ def read(part: ConfigPart) -> DeepSpeedConfig:
             most=LARGEST_ACCUMULATE, also=AUTO
         ),
         clip=part.at("gradient_clipping").number(also=AUTO),
-        stage=part.at("zero_optimization.stage").zero_stage(default=0, also=AUTO),
+        stage=zero.at("stage").zero_stage(default=stage, also=AUTO),
         offload=offload.given and offload.at("device").string() not in {None, "none"},
         bf16=part.at(f"{_bf16_key(part)}.enabled").flag(default=False, also=AUTO),
         fp16=part.at("fp16.enabled").flag(default=False, also=AUTO),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bench.audit.lint import deepspeed_config
-from bench.audit.lint.config_file import ConfigPart
+from bench.audit.lint.config_file import AUTO, ConfigPart
 from bench.audit.lint.deepspeed_config import SILENT_CLIPPING, DeepSpeedConfig, deepspeed_keys
 from bench.audit.lint.known_keys import repeated_keys
 from bench.audit.lint.lint_options import LintOptions
@@ -73,7 +74,7 @@ def subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
     Raises InputError for a wrong value.
     """
     config = deepspeed_config.read(part)
-    yield from repeated_keys(part, is_deepspeed=True)
+    yield from repeated_keys(part, is_refused=_is_whole(part) or None)
     yield from deepspeed_keys(part, options)
     training = DeepSpeedAlone(config, options)
     yield training
@@ -82,6 +83,15 @@ def subjects(part: ConfigPart, options: LintOptions) -> Iterator[object]:
     yield GradientSum(config, training.n, options, options.world_size, is_part=is_part)
     if config.autos:
         _note_autos(config, training.accumulate, options)
+
+
+def _is_whole(part: ConfigPart) -> bool:
+    """Whether DeepSpeed itself reads the config, as it has all that it needs, and no 'auto'.
+
+    Hugging Face's Trainer, accelerate and Lightning hand it what they have read.
+    """
+    is_filled_in = json.dumps(AUTO) in json.dumps(part.value)
+    return part.at("optimizer").given and part.at("train_batch_size").given and not is_filled_in
 
 
 def _note_autos(config: DeepSpeedConfig, accumulate: int | None, options: LintOptions) -> None:

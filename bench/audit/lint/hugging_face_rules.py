@@ -32,6 +32,8 @@ RESAMPLED = (
 )
 """Keys by which an epoch has other samples than the data set: packed ones, several of each prompt
 as in GRPO (trl/trainer/grpo_trainer.py, ``RepeatSampler``), or an end of ms-swift's own."""
+WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
+"""Schedules that take no warm-up: transformers/optimization.py get_scheduler."""
 KWARGS = "accelerator_config.gradient_accumulation_kwargs"
 ADAPTERS = (
     "lora",
@@ -91,9 +93,10 @@ class TrainerArguments:
         )
         """Whether another program sets N, or the micro-batch."""
         self.is_split = part.at("accelerator_config.split_batches").flag(default=False)
-        epochs, clip = part.at("num_train_epochs").number(), part.at("max_grad_norm")
-        self.clip: float | None = clip.number()
-        """None if it is unknown."""
+        epochs = part.at("num_train_epochs").number(least=-math.inf)
+        clip = part.at("max_grad_norm")
+        self.clip = clip.number(least=-math.inf)
+        """None if it is unknown; clips nothing if it is not above 0."""
         if not clip.given:
             self.clip = DEFAULT_CLIP
         self.dtypes = {name: self._dtype(name) for name in ("bf16", "fp16")}
@@ -121,7 +124,8 @@ class TrainerArguments:
             batches = options.samples // together
         if epochs is None:
             epochs = DEFAULT_EPOCHS
-        return math.ceil(epochs * windows_of(max(batches, 1), self.accumulate).windows)
+        steps = math.ceil(epochs * windows_of(max(batches, 1), self.accumulate).windows)
+        return max(steps, 0)
 
     def _dtype(self, name: str) -> bool | None:
         """Whether training is in a dtype; None if it is not known."""
@@ -169,6 +173,11 @@ class TrainerArguments:
             return self.launch.at("distributed_type")
         return None
 
+    @property
+    def has_options_of_fsdp(self) -> bool:
+        """Whether FSDP may be asked for by its options alone (axolotl core/builders/base.py)."""
+        return bool(self.part.at("fsdp_config").value)
+
     def parameters(self) -> tuple[ConfigPart, str] | None:
         """Where the parameters get a dtype of 16 bits, and which.
 
@@ -190,11 +199,15 @@ class TrainerArguments:
 
 
 def _max_steps(place: ConfigPart) -> int:
-    """Optimizer steps after which training ends; 0 for no limit. A negative number is no limit."""
-    value = place.value
-    if isinstance(value, int | float) and value < 0:
+    """Optimizer steps after which training ends; 0 for no limit."""
+    if _is_negative(place):
         return 0
     return place.integer(least=0, default=0)
+
+
+def _is_negative(place: ConfigPart) -> bool:
+    """Whether a value is below 0, by which TrainingArguments mean that there is no limit."""
+    return isinstance(place.value, int | float) and place.value < 0
 
 
 @dataclass(frozen=True)
@@ -238,7 +251,7 @@ def _with_deepspeed(
 ) -> Iterator[object]:
     """What rules are about in the DeepSpeed config of the Trainer."""
     engine = deepspeed_config.read(given)
-    yield from repeated_keys(given, is_deepspeed=True)
+    yield from repeated_keys(given)  # accelerate reads the file, with json.load
     yield from deepspeed_keys(given, options)
     n, ranks, micro = arguments.known_accumulate, arguments.world_size, arguments.known_micro_batch
     together = None
@@ -352,7 +365,7 @@ def _parameters_in_16_bits(arguments: TrainerArguments) -> Iterator[Found]:
         return
     if arguments.part.at("deepspeed").value or arguments.launch_kind == "DEEPSPEED":
         return
-    if arguments.fsdp is not None:
+    if arguments.fsdp is not None or arguments.has_options_of_fsdp:
         return
     place, dtype = found
     fix = (
@@ -436,7 +449,7 @@ def _smaller_batches(arguments: TrainerArguments) -> Iterator[Found]:
 @says(Level.WARNING, "num_train_epochs ignored", f"{TRAINER} set_initial_training_values")
 def _ignored_epochs(arguments: TrainerArguments) -> Iterator[Found]:
     epochs = arguments.part.at("num_train_epochs")
-    if arguments.max_steps and epochs.given:
+    if arguments.max_steps and epochs.given and not _is_negative(epochs):
         what = (
             f"max_steps {arguments.max_steps} alone ends training; num_train_epochs "
             f"{epochs.value} is ignored"
@@ -444,39 +457,27 @@ def _ignored_epochs(arguments: TrainerArguments) -> Iterator[Found]:
         yield Found(epochs, what, "keep one of the two")
 
 
-LOGS = (
-    ("logging", DEFAULT_LOGGING, "steps", "loss", "logging_first_step"),
-    ("eval", 0, "no", "eval_loss", "eval_on_start"),
-)
-"""What is logged: beginning of its options, default interval and strategy, its name, and what logs
-it at once."""
-
-
 @rule(TrainerArguments, "LOG01", "hugging_face: {max_steps: 400}")
 def _too_rare(arguments: TrainerArguments) -> Iterator[Found]:
+    """The loss is logged every ``logging_steps`` only; the Trainer evaluates at the end too."""
     total = arguments.total_steps
-    for name, default, usual, field, first in LOGS:
-        place = arguments.part.at(f"{name}_steps")
-        every: float | None = default
-        if place.given:
-            every = place.number()
-        strategy = arguments.part.at(f"{name}_strategy").value
-        if strategy is None and name == "eval":
-            strategy = arguments.part.at("evaluation_strategy").value
-        if strategy is None:
-            strategy = usual
-        is_first = arguments.part.at(first).value
-        is_by_step = strategy == "steps" and not is_first
-        if is_by_step and every and 0 < total < every:
-            given = f"{every:g}"
-            if not place.given:
-                given += " (the default)"
-            what = (
-                f"the whole training has {total} optimizer steps, fewer than {name}_steps "
-                f"{given}: {field} is never "
-            )
-            proof = f"train with these arguments: no step of log_history has {field}"
-            yield Found(place, f"{what}logged", f"set {name}_steps to at most {total}", proof)
+    place, strategy = (arguments.part.at(f"logging_{name}") for name in ("steps", "strategy"))
+    if arguments.part.at("logging_first_step").value or strategy.value not in (None, "steps"):
+        return
+    every: float | None = DEFAULT_LOGGING
+    if place.given:
+        every = place.number()
+    if every and 0 < total < every:
+        given = f"{every:g}"
+        if not place.given:
+            given += " (the default)"
+        yield Found(
+            place,
+            f"the whole training has {total} optimizer steps, fewer than logging_steps {given}: "
+            "loss is never logged",
+            f"set logging_steps to at most {total}",
+            "train with these arguments: no step of log_history has loss",
+        )
 
 
 @rule(
@@ -487,7 +488,7 @@ def _too_rare(arguments: TrainerArguments) -> Iterator[Found]:
 @says(Level.WARNING, "warm-up longer than the training", f"{ARGUMENTS} get_warmup_steps")
 def _long_warmup(arguments: TrainerArguments) -> Iterator[Found]:
     place, total = arguments.part.at("warmup_steps"), arguments.total_steps
-    if arguments.part.at("lr_scheduler_type").value == "constant":  # has no warm-up
+    if arguments.part.at("lr_scheduler_type").value in WITHOUT_WARMUP:
         return
     if total == 0 or place.value in (-1, -1.0):
         return
@@ -512,7 +513,7 @@ def _ignored_clip(arguments: TrainerArguments) -> Iterator[Found]:
     default = 0.0
     if is_known_bad(SILENT_CLIPPING, arguments.options.deepspeed):
         default = 1.0
-    if arguments.given is None or arguments.clip in (None, default):
+    if arguments.given is None or arguments.clip is None or max(arguments.clip, 0.0) == default:
         return
     place = arguments.given.at("gradient_clipping")
     if not place.given:

@@ -96,8 +96,11 @@ class RepeatedKey:
     first_line: int
     is_same: bool
     """Whether both values are the same."""
-    is_refused: bool
-    """Whether DeepSpeed reads the file, which refuses it; other readers take the last value."""
+    is_refused: bool | None
+    """Whether DeepSpeed itself reads the file, which refuses it; None if it may.
+
+    Other readers take the last value, among them the programs that hand DeepSpeed what they read.
+    """
 
 
 @rule(
@@ -109,17 +112,20 @@ def _repeated(key: RepeatedKey) -> Iterator[Found]:
     if key.is_refused:
         what = f"DeepSpeed raises ValueError: {place.name} is there twice, first in line {first}"
         yield Found(place, what, "remove one of the two", f"{STOPS}: {REPEATED}", Level.ERROR)
-    else:
-        what = f"line {place.line} is what counts: {place.name} of line {first} is ignored"
-        level = Level.WARNING
-        if key.is_same:
-            level = Level.NOTE
-        proof = "read the file with PyYAML: the last value of a key is kept"
-        yield Found(place, what, "remove one of the two", proof, level)
+        return
+    what = f"line {place.line} is what counts: {place.name} of line {first} is ignored"
+    if key.is_refused is None:
+        what += "; where DeepSpeed reads the file itself, it raises ValueError"
+    level = Level.WARNING
+    if key.is_same:
+        level = Level.NOTE
+    proof = "read the file with PyYAML or json.load: the last value of a key is kept"
+    yield Found(place, what, "remove one of the two", proof, level)
 
 
-def repeated_keys(part: ConfigPart, *, is_deepspeed: bool = False) -> Iterator[RepeatedKey]:
-    """The keys that a file gives twice."""
+def repeated_keys(part: ConfigPart, *, is_refused: bool | None = False) -> Iterator[RepeatedKey]:
+    """The keys that a part of a file gives twice."""
     for each in part.repeated:
-        place = ConfigPart(part.file, {}, {each.path: each.line}, each.path)
-        yield RepeatedKey(place, each.first_line, each.is_same, is_deepspeed)
+        if each.path[: len(part.path)] == part.path:
+            place = ConfigPart(part.file, {}, {each.path: each.line}, each.path)
+            yield RepeatedKey(place, each.first_line, each.is_same, is_refused)

@@ -183,17 +183,26 @@ def _ranks(launcher: str, launch: ConfigPart) -> int | None:
     """Ranks, if the launcher's options say how many."""
     if launcher == "accelerate":
         return _count(launch, ("num_processes",))
-    included = launch.at("include").value
-    if launcher == "deepspeed" and isinstance(included, str) and "@" not in included:
-        return len(included.rpartition(":")[2].split(","))
+    included = _first(launch, ("include", "i"))
+    if launcher == "deepspeed" and included is not None:
+        return _included(str(included))
     each, nodes = _count(launch, RANKS_PER_NODE), _count(launch, NODES)
     if each is None:
         return None
     if nodes is not None:
         return each * nodes
-    if any(launch.at(name).given for name in NODES):
+    # num_gpus is of each host, and a hostfile may have several.
+    if _first(launch, (*NODES, "hostfile", "H")) is not None:
         return None
     return each
+
+
+def _included(hosts: str) -> int | None:
+    """The GPUs that ``--include`` names; None for several hosts, or one without its GPUs."""
+    named = re.fullmatch(r"[^@:]+:(\d+(?:,\d+)*)", hosts)
+    if named is None:
+        return None
+    return len({*named.group(1).split(",")})
 
 
 def _count(launch: ConfigPart, names: Sequence[str]) -> int | None:
@@ -202,3 +211,8 @@ def _count(launch: ConfigPart, names: Sequence[str]) -> int | None:
         if type(value) is int and value > 0:
             return value
     return None
+
+
+def _first(launch: ConfigPart, names: Sequence[str]) -> Any:
+    """The value of the first of these options that is there; None if none is."""
+    return next((launch.at(name).value for name in names if launch.at(name).given), None)

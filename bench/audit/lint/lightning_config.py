@@ -26,7 +26,6 @@ DEFAULT_WINDOW = 100
 DEFAULT_STAGE = 2
 """ZeRO stage of DeepSpeedStrategy."""
 BATCH_SIZES = ("batch_size", "train_batch_size", "micro_batch_size", "per_device_train_batch_size")
-SAMPLES = ("num_samples", "num_train_samples", "train_samples")
 NOT_TRAINED = ("val", "test", "predict", "eval")
 """Prefixes of the parts of the data's config that are not about training."""
 
@@ -71,9 +70,7 @@ class LightningConfig:
         self.batch_size = options.batch_size
         if self.batch_size is None:
             self.batch_size = _first_integer(data, BATCH_SIZES)
-        self.samples = options.samples
-        if self.samples is None:
-            self.samples = _first_integer([part for part in data if part.name == "data"], SAMPLES)
+        self.samples = options.samples  # a key such as num_samples may be of another set
         self.drop_last = any(value is True for _, value in _named(data, ("drop_last",)))
         self.limit = trainer.at("limit_train_batches")
         """What limits NB."""
@@ -92,10 +89,11 @@ class LightningConfig:
         # Lightning does not let it limit overfit_batches (trainer/setup.py).
         if self.limit.name != "overfit_batches":
             self.dev_run = _dev_run(trainer.at("fast_dev_run"))
-        log_every = trainer.at("log_every_n_steps").integer(least=0)
-        self.log_every = DEFAULT_LOG_EVERY
-        if log_every is not None:
-            self.log_every = log_every
+        place = trainer.at("log_every_n_steps")
+        self.log_every = place.integer(least=0, default=DEFAULT_LOG_EVERY)
+        """0 if nothing is logged, or it is unknown how often."""
+        if place.unknown:
+            self.log_every = 0
         self.max_steps = trainer.at("max_steps").integer(least=-1)
         if self.max_steps == -1:
             self.max_steps = None

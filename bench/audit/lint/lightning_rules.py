@@ -28,6 +28,8 @@ TWO_FACTORS = (
     f"{SCHEDULER} on_train_start; transformers/trainer.py create_accelerator_and_postprocess"
 )
 FSDP_CLIP = "lightning/pytorch/plugins/precision/fsdp.py"
+OF_HYDRA = ("_target_", "_recursive_", "_convert_", "_partial_", "_args_")
+"""Keys by which Hydra makes an object."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def subjects(
     """
     training = LightningConfig(root, options)
     engine = training.engine
-    removed = {*known_keys()["trainer_removed"], "_target_", "_convert_", "_partial_"}
+    removed = {*known_keys()["trainer_removed"], *OF_HYDRA}
     yield from repeated_keys(root)
     if is_command_line:
         reader = "LightningCLI stops with exit status 2"

@@ -205,7 +205,7 @@ def _log_every(training: LightningConfig) -> Iterator[Found]:
     n = training.accumulate
     if not every or not training.trains or n == 1:
         return
-    if plan is not None and (last := _last_step(training)) < every and not place.unknown:
+    if plan is not None and (last := _last_step(training)) < every:
         what = (
             f"Lightning counts {last:g} optimizer steps in the whole training and logs every "
             f"{every}"

@@ -15,7 +15,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 MAX_WORDS = 20_000
-"""Words of a script that are looked at."""
+"""Words of a script, and of those inside it, that are looked at."""
+MAX_LENGTH = 50_000
+"""Characters of a word, or items of an array."""
+MAX_DEPTH = 100
+"""Compound commands inside each other."""
+MAX_SCRIPTS = 10
+"""Scripts inside each other."""
+WORD = 50
+"""Characters of a script inside another that count as a word of it."""
+MAX_DIGITS, MAX_CALCULATION = 20, 1000
+"""Characters of a number, and of what is calculated."""
 LARGEST = 2**53
 PRINTED = "${command}"
 """What a command prints, which only the shell knows."""
@@ -38,6 +48,10 @@ CHANGED = re.compile(r"([A-Za-z_]\w*)\s*(?:\+\+|--|[-+*/%]?=(?!=))|(?:\+\+|--)\s
 DECLARE = {"export", "local", "declare", "readonly", "typeset"}
 SETS = {"read", "mapfile", "readarray", "unset", "getopts", "let", "for", "select"}
 """Commands whose arguments are variables that they set."""
+READS = {"source", "."}
+"""Commands that run another script here, which may set any variable."""
+ACTIVATES = r"(\S*/)?activate( .*)?"
+"""A script that activates a virtual environment, and sets no variable of ours."""
 SHELLS = {"bash", "sh", "sbatch"}
 OPENS = {
     **dict.fromkeys(("for", "while", "until", "select"), "done"),
@@ -92,6 +106,8 @@ class _Pieces:
     def add(self, text: str) -> None:
         self.last += text
         self.is_there = True
+        if len(self.last) > MAX_LENGTH:
+            raise _TooLongError
 
     def expand(self, value: str | tuple[str, ...], *, is_quoted: bool) -> None:
         """Add what a variable holds, split as the shell does."""
@@ -112,6 +128,8 @@ class _Pieces:
     def _end(self) -> None:
         if self.is_there:
             self.found.append(self.last)
+            if len(self.found) > MAX_WORDS:
+                raise _TooLongError
         self.last, self.is_there = "", False
 
     def words(self) -> list[str]:
@@ -123,19 +141,31 @@ class _UnendedError(ValueError):
     """The script ends within a quotation or a substitution."""
 
 
+class _TooLongError(ValueError):
+    """A word, a value, or the nesting is longer than in any script for people."""
+
+
+@dataclass
+class _Limits:
+    """How much more of a script, and of those inside it, is looked at."""
+
+    words: int = MAX_WORDS
+    scripts: int = MAX_SCRIPTS
+
+
 def simple_commands(text: str) -> Iterator[list[Word]]:
     """The simple commands of a script, in its order, with what is known of their words.
 
     A here-document that is a script follows the command that reads it.
     """
     text = re.sub(r"\\[ \t]+\n", " \\\n", text.replace("\r", ""))
-    yield from _Script(text.replace("\\\n", CONTINUED), {}, 1).commands()
+    yield from _Script(text.replace("\\\n", CONTINUED), {}, 1, _Limits()).commands()
 
 
 class _Script:
     """A script, read once from its beginning to its end."""
 
-    def __init__(self, text: str, values: dict[str, Value], line: int) -> None:
+    def __init__(self, text: str, values: dict[str, Value], line: int, limits: _Limits) -> None:
         self.text, self.values, self.line = text, values, line
         self.place = 0
         self.compounds: list[_Compound] = []
@@ -144,19 +174,21 @@ class _Script:
         self.words: list[Word] = []
         self.joined_by = ""
         """The operator before this command."""
-        self.parentheses = 0
+        self.subshells: list[tuple[int, dict[str, Value]]] = []
+        """Of each ``(`` that is open: how many compound commands were, and the values before it."""
         self.begins_function = False
-        self.number_of_words = 0
+        self.limits = limits
         times = Counter(ANY_ASSIGNMENT.findall(text))
         self.set_often = {name for name, number in times.items() if number > 1}
 
     def commands(self) -> Iterator[list[Word]]:
         try:
-            while self.place < len(self.text) and self.number_of_words < MAX_WORDS:
+            while self.place < len(self.text) and self.limits.words > 0:
                 yield from self._next()
-        except _UnendedError:
+        except (_UnendedError, _TooLongError, RecursionError):
             return
-        yield from self._ended("")
+        if self.limits.words > 0:
+            yield from self._ended("")
 
     def _next(self) -> Iterator[list[Word]]:
         """Read a blank, a comment, an operator, a redirection or a word."""
@@ -236,13 +268,25 @@ class _Script:
             runs = any(word.rpartition("/")[2] in SHELLS for word in reader)
             if runs or body.startswith("#!"):
                 values = dict(self.values) if expands else {}
-                yield from _Script(body, values, line).commands()
+                yield from self._inside(body, values, line)
         self.documents = []
+
+    def _inside(self, text: str, values: dict[str, Value], line: int) -> Iterator[list[Word]]:
+        """The commands of a script inside this one; none if it is too deep in others."""
+        limits = self.limits
+        if not limits.scripts:
+            return
+        limits.scripts -= 1
+        limits.words -= len(text) // WORD
+        yield from _Script(text, values, line, limits).commands()
+        limits.scripts += 1
 
     def _keep(self, texts: Sequence[str], line: int) -> None:
         """Add the words of one place to the command; the first may open or close another."""
-        self.number_of_words += len(texts)
+        self.limits.words -= len(texts)
         for text in texts:
+            if text == "{" and self.words and self.words[0].text == "function":
+                self.begins_function, self.words = True, []
             if self.words or not self._is_grammar(text):
                 self.words.append(Word(text, line))
 
@@ -262,6 +306,7 @@ class _Script:
     def _open(self, word: str) -> None:
         is_function = word == "{" and self.begins_function
         is_group = word == "{" and not is_function and self.joined_by not in {"&&", "||"}
+        self._need_depth(self.compounds)
         compound = _Compound(OPENS[word], dict(self.values), is_group)
         if is_function:  # it may run behind any of the assignments
             for name in self.set_often & set(self.values):
@@ -289,24 +334,34 @@ class _Script:
     def _ended(self, by: str) -> Iterator[list[Word]]:
         """The command that ends here, after what it sets; none if it has no words."""
         words, self.words = self.words, []
-        if by == ")" and not self.parentheses:
+        if by == ")" and not self._ends_subshell():
             words = []  # a pattern of case
-        if by == "(":
-            self.parentheses += 1
-        elif by == ")" and self.parentheses:
-            self.parentheses -= 1
         names_function = by == "(" and self.text.startswith(")", self.place)
         if words and (names_function or words[0].text == "function"):
             self.begins_function, words = True, []
         if words and words[0].text == "eval":
             text = " ".join(word.text for word in words[1:])
-            yield from _Script(text, dict(self.values), words[0].line).commands()
+            yield from self._inside(text, dict(self.values), words[0].line)
         elif words:
             self._set(words)
             yield words
         if by in {";;", ";&", ";;&"}:
             self._branch()
+        self._subshell(by)
         self.joined_by = by
+
+    def _subshell(self, by: str) -> None:
+        """Begin or end ``(...)``, which sets nothing for what follows it."""
+        if by == "(":
+            self.limits.words -= 1
+            self._need_depth(self.subshells)
+            self.subshells.append((len(self.compounds), dict(self.values)))
+        elif by == ")" and self._ends_subshell():
+            _, self.values = self.subshells.pop()
+
+    def _ends_subshell(self) -> bool:
+        """Whether a ``)`` here is none of a pattern of case."""
+        return bool(self.subshells) and self.subshells[-1][0] == len(self.compounds)
 
     def _set(self, words: Sequence[Word]) -> None:
         """Keep what a command sets."""
@@ -315,6 +370,9 @@ class _Script:
             last = 2 if texts[0] in {"for", "select"} else len(texts)
             for text in texts[1:last]:
                 self._assign(text.partition("=")[0].strip("+-*/"), None)
+            return
+        if texts[0] in READS and not re.fullmatch(ACTIVATES, " ".join(texts[1:])):
+            self.values = dict.fromkeys(self.values)
             return
         if texts[0] in DECLARE:
             texts = texts[1:]
@@ -342,6 +400,8 @@ class _Script:
     def _assign(self, name: str, value: Value) -> None:
         if self.joined_by in {"&&", "||"} and self.values.get(name, "") != value:
             value = None  # it may not be reached
+        if value is not None and len(value) > MAX_LENGTH:
+            value = None
         if NAME.fullmatch(name):
             self.values[name] = value
 
@@ -392,10 +452,16 @@ class _Script:
                 before = self.place
                 words, _ = self._word()
                 items += words
+                if len(items) > MAX_WORDS:
+                    raise _TooLongError
                 if self.place == before:
                     self.place += 1
         self.place += 1
         pieces.add("".join(f"{ARRAY}{item}" for item in items) + ARRAY)
+
+    def _need_depth(self, opened: Sequence[object]) -> None:
+        if len(opened) >= MAX_DEPTH:
+            raise _TooLongError
 
     def _need(self) -> None:
         if self.place >= len(self.text):
@@ -523,10 +589,15 @@ class _Script:
         """The value of ``$((...))``, if its numbers are known."""
 
         def value(found: re.Match[str]) -> str:
-            return str(self._variable(found.group(1)))
+            number = str(self._variable(found.group(1)))
+            if len(number) > MAX_DIGITS:
+                raise _TooLongError
+            return number
 
-        filled = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", value, text.replace(CONTINUED, " "))
+        if len(text) > MAX_CALCULATION:
+            return PRINTED
         try:
+            filled = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", value, text.replace(CONTINUED, " "))
             number = _number(ast.parse(filled.strip(), mode="eval").body)
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
             return PRINTED
