@@ -737,6 +737,14 @@ def nothing_faster(run: Run, where: str, m: Groups) -> bool:
     ]
 
 
+@rule(r"<turning> verdicts? may differ on another day")
+def turning_of_a_title(run: Run, where: str, m: Groups) -> bool:
+    """Of the comparisons that a title tells, with the run's baseline."""
+    told = [c for c in run.select(where, run.timed) if c["backend"] != run.baseline]
+    turning = [c for c in told if run.may_differ(c, run.partner(c, run.baseline))]
+    return int(m["turning"]) == len(turning)
+
+
 @rule(
     r"Half of the trials are within <x> % of the mean of their cell; "
     r"blocks (?:(?P<blocks>differ)|do not differ) significantly"
