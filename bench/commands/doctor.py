@@ -1,8 +1,8 @@
 """``doctor``: reports what this machine can run, what it cannot, why, and how to fix it.
 
 An error prevents a run or makes results wrong; a warning degrades measurements or excludes some of
-the backends. With ``--json`` one object: ``findings``, each with ``level`` (error, warning, note, good),
-``topic`` and ``text``; ``errors`` and ``warnings``, their numbers.
+the backends. With ``--json`` one object: ``findings``, each with ``level`` (error, warning, note,
+good), ``topic`` and ``text``; ``errors`` and ``warnings``, their numbers.
 """
 
 from __future__ import annotations

@@ -356,19 +356,21 @@ def correctness(data: Analysis) -> PageSection:
 def semantics(data: Analysis) -> PageSection:
     """Which optimizer steps were taken, and what the timed trials do not show of that."""
     found = _at_epoch_end(data)
+    has_epoch_end = found is not None
     if found is None:
         found = table("Optimizer steps of the timed trials", data.cells, SEMANTICS)
     return PageSection(
         key=SEMANTICS,
         title="Which optimizer steps were taken?",
-        sentences=tuple(_steps(data)),
+        sentences=tuple(_steps(data, has_epoch_end=has_epoch_end)),
         plots=(),
         table=found,
         is_open=True,
     )
 
 
-def _steps(data: Analysis) -> Iterator[str]:
+def _steps(data: Analysis, *, has_epoch_end: bool) -> Iterator[str]:
+    """``has_epoch_end``: whether the table below shows what becomes of an incomplete window."""
     numbers = ["optimizer_steps_observed", "optimizer_steps_expected"]
     seen = data.contestants.dropna(subset=numbers)
     if seen.empty:
@@ -395,7 +397,7 @@ def _steps(data: Analysis) -> Iterator[str]:
             text += f"; not that of {some(wrong)}"
         yield f"{text}."
     where = "docs/semantics.md has every scenario"
-    if _at_epoch_end(data) is not None:
+    if has_epoch_end:
         where = "see the table below, and docs/semantics.md for every scenario"
     yield (
         "These counts do not show what becomes of a window that the end of an epoch leaves "

@@ -73,9 +73,10 @@ def lint(paths: Sequence[Path], options: LintOptions) -> list[LintFinding]:
         try:
             trainings += _trainings(file, options)
         except InputError as error:
-            if len(files) == 1:
-                raise
-            _not_read(error, options, is_named=file in paths)
+            if len(files) > 1 and _is_for_another(error, is_named=file in paths):
+                options.unknown.append(str(error).partition(";")[0])
+            else:
+                _problem(error, files, options)
     if (
         not trainings
         and not options.problems
@@ -105,12 +106,9 @@ def lint(paths: Sequence[Path], options: LintOptions) -> list[LintFinding]:
     )
 
 
-def _not_read(error: InputError, options: LintOptions, *, is_named: bool) -> None:
-    """Keep why one of several files was not read; of a folder, some are for other programs."""
-    if isinstance(error, NoConfigError) or (isinstance(error, ForeignError) and not is_named):
-        options.unknown.append(str(error).partition(";")[0])
-    else:
-        options.problems.append(str(error))
+def _is_for_another(error: InputError, *, is_named: bool) -> bool:
+    """Whether a file is for another program, as some of a folder are; ``is_named``: by itself."""
+    return isinstance(error, NoConfigError) or (isinstance(error, ForeignError) and not is_named)
 
 
 def _problem(error: InputError, files: Sequence[Path], options: LintOptions) -> None:
