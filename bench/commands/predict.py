@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bench.commands.options import (
     CommandParsers,
@@ -30,6 +31,7 @@ from bench.run.journal import MANIFEST, read_manifest
 if TYPE_CHECKING:
     from bench.forecast.choice import Question
     from bench.forecast.prediction import Link
+    from bench.forecast.rows import Row
 
 TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 PREFIXES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -189,7 +191,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     )
     option("--exact", action="store_true", help=words)
     words = (
-        "print a JSON list; its keys: see bench/forecast/choice.py, with --batch "
+        "print a JSON list; its keys: see bench/forecast/rows.py, with --batch "
         "bench/forecast/search.py"
     )
     option("--json", action="store_true", help=words)
@@ -240,8 +242,8 @@ def _rates(text: str) -> GivenLink:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from bench.forecast.choice import answer
     from bench.forecast.prediction_text import printed_lines
+    from bench.forecast.rows import answer, row_json
 
     _check_needs(arguments)
     question = _question(arguments)
@@ -251,9 +253,9 @@ def run(arguments: argparse.Namespace) -> int:
     is_grouped = not arguments.all and not arguments.backend
     rows, choices = answer(question, chosen, grouped=is_grouped)
     if arguments.exact:
-        _add_exact_peak(arguments, question.cell, rows)
+        rows = [_with_exact_peak(arguments, question.cell, rows)]
     if arguments.json:
-        print(json.dumps(rows, allow_nan=False))
+        print(json.dumps([row_json(question, row) for row in rows], allow_nan=False))
     else:
         print("\n".join(printed_lines(question, rows, choices)))
     return GOOD
@@ -333,9 +335,8 @@ def _lora(arguments: argparse.Namespace, *, tied: bool) -> LoRA | None:
     return LoRA(rank, targets, dropout=bool(arguments.lora_dropout), fp32=fp32)
 
 
-def _add_exact_peak(
-    arguments: argparse.Namespace, cell: Cell, rows: Sequence[dict[str, Any]]
-) -> None:
+def _with_exact_peak(arguments: argparse.Namespace, cell: Cell, rows: Sequence[Row]) -> Row:
+    """The only row, with its peak on fake tensors. Raises InputError for what cannot be measured."""
     from bench.forecast.fit import exact_peak
 
     if len(rows) != 1:
@@ -346,7 +347,8 @@ def _add_exact_peak(
         raise InputError("--exact: no backend freezes weights; leave out --lora-rank")
     if arguments.parameters != "fp32":
         raise InputError("--exact: no backend trains without fp32 masters; leave out --parameters")
-    rows[0]["exact_peak_bytes"] = exact_peak(cell, rows[0]["backend"])
+    (row,) = rows
+    return dataclasses.replace(row, exact_peak_bytes=exact_peak(cell, row.name))
 
 
 def _search(arguments: argparse.Namespace, question: Question, chosen: Sequence[str]) -> int:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from bench.forecast.fit import ReservedBytes, reserve
 from bench.forecast.lora import LoRA
@@ -25,13 +24,10 @@ from bench.forecast.prediction import (
     TimeEstimate,
     communication,
     compute_seconds,
-    grouped_with,
     model_flops,
     predict,
-    sent_bytes,
     tokens_per_s,
 )
-from bench.plan.categories import COPIED_TO_DEVICE, COPIED_TO_HOST
 from bench.plan.cell import Cell, Device
 
 MARGIN = 0.02
@@ -58,6 +54,15 @@ class Choice:
 
 Choices = Mapping[tuple[int, int], Choice]
 """By N and W, among them those that were asked for; empty if times are not estimated."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What a rank gets done, each in a serial and in an overlapped step."""
+
+    tokens_per_s: tuple[float, float]
+    mfu: tuple[float, float] | None
+    """Shares of 1; None where the peak of the device is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,17 +107,14 @@ class Question:
         compute, _ = compute_seconds(prediction.cell, self.flops_per_s, self.lora)
         return communication(prediction.traffic, self.link).beside(compute)
 
-    def rates(self, cell: Cell, step: TimeEstimate) -> dict[str, list[float] | None]:
-        """``tokens_per_s`` and ``mfu`` of a rank, each in a serial and in an overlapped step.
-
-        MFU is None where the peak of the device is unknown.
-        """
-        tokens = [tokens_per_s(cell, step.serial), tokens_per_s(cell, step.overlapped)]
+    def rates(self, cell: Cell, step: TimeEstimate) -> Rates:
+        """What this step is in tokens and in use of the device."""
+        tokens = (tokens_per_s(cell, step.serial), tokens_per_s(cell, step.overlapped))
         mfu = None
         if self.peak_flops is not None:
             least_s = model_flops(cell, self.lora) / self.peak_flops
-            mfu = [least_s / step.serial, least_s / step.overlapped]
-        return {"tokens_per_s": tokens, "mfu": mfu}
+            mfu = (least_s / step.serial, least_s / step.overlapped)
+        return Rates(tokens_per_s=tokens, mfu=mfu)
 
     def reserved(self, prediction: Prediction) -> ReservedBytes:
         """What must be free beside a peak: what is given, or on a GPU what was published."""
@@ -193,145 +195,6 @@ def _rivals(step: TimeEstimate, steps: Mapping[str, TimeEstimate]) -> tuple[str,
         if other != step and other.overlapped * (1 + MARGIN) < step.serial:
             rivals.append(name)
     return tuple(rivals)
-
-
-def answer(
-    question: Question, backends: Sequence[str], *, grouped: bool
-) -> tuple[list[dict[str, Any]], Choices]:
-    """The predictions, one per backend, as plain values for JSON; and what is the best.
-
-    ``grouped``: wrappers that equal a mechanism are not considered beside it. Nothing is the best
-    if times are not estimated. The keys, null where nothing is known:
-
-    - ``backend``, ``framework``, ``sharding``, ``sync``; ``equals``: the mechanism with which a
-      wrapper is grouped; ``refusal``: why it does not run this, ``not_predicted``: why there is no
-      prediction although it does, ``defect``: what is known to be wrong with its updates; all four
-      may be empty;
-    - ``memory``: bytes of a rank at its peak by category (bench.forecast.footprint), which add up
-      to ``peak_memory_bytes``; ``peak_at``: the moment; ``held``: bytes between micro-batches by
-      category, exact; with --exact ``exact_peak_bytes``, that of rank 0 on fake tensors; ``fits``:
-      whether the peak is within the limit with the most that was published to be reserved beside
-      such a peak, ``may_fit``: with the least;
-    - of a backend that offloads from a device, ``host``: bytes of a rank on the host at the update
-      by category, which add up to ``host_bytes``; ``pinned_bytes``: those of them that are pinned;
-      ``copied_to_device``, ``copied_to_host``: bytes that one optimizer step copies;
-    - ``collectives``: per operation and dtype of one optimizer step ``op``, ``dtype``, ``calls``,
-      ``payload_bytes`` and ``wire_bytes`` (derived: what a rank sends in ring algorithms);
-      ``num_calls`` and ``wire_bytes``: their sums; ``intra_bytes``, ``inter_bytes``: what of it
-      stays within a node, or goes to other nodes;
-    - ``communication_s``, ``compute_s``, ``overlapped_s``, ``serial_s``: see
-      bench.forecast.prediction; ``tokens_per_s`` and ``mfu``: of a rank, in a serial and in an
-      overlapped step;
-    - ``recommended``: whether it is the best, or leads where it is undecided; ``best``: whether it
-      is clearly the best; ``may_be_fastest``: whether it may be faster than what leads;
-      ``best_at``: the [N, W] of the table at which it is clearly the best, or as good.
-    """
-    predictions = question.predict(question.cell, backends)
-    equal = {}
-    if grouped:
-        equal = grouped_with(predictions)
-    choices: Choices = {}
-    if question.link is not None and question.compute_s is not None:
-        choices = question.table([p for p in predictions if p.name not in equal])
-    rows = []
-    for prediction in predictions:
-        row = _as_json(question, prediction, choices)
-        row["equals"] = equal.get(prediction.name, "")
-        rows.append(row)
-    return rows, choices
-
-
-UNKNOWN = (
-    *("peak_memory_bytes", "peak_at", "fits", "may_fit", "num_calls", "wire_bytes"),
-    *("host_bytes", "pinned_bytes", COPIED_TO_DEVICE, COPIED_TO_HOST),
-    *("communication_s", "intra_bytes", "inter_bytes", "overlapped_s", "serial_s"),
-    *("tokens_per_s", "mfu"),
-    *("best", "recommended", "may_be_fastest", "best_at"),
-)
-"""The keys of a prediction that may stay null."""
-
-
-def _as_json(question: Question, prediction: Prediction, choices: Choices) -> dict[str, Any]:
-    backend = prediction.backend
-    values: dict[str, Any] = {
-        "backend": prediction.name,
-        "framework": backend.framework,
-        "sharding": str(backend.sharding),
-        "sync": str(backend.sync),
-        "refusal": prediction.refusal,
-        "not_predicted": prediction.not_predicted,
-        "defect": prediction.defect,
-        "memory": {},
-        "host": {},
-        "held": {},
-        "collectives": [],
-        "compute_s": question.compute_s,
-        **dict.fromkeys(UNKNOWN),
-    }
-    if choices:
-        values |= _place_among(choices, prediction)
-    if prediction.is_missing:
-        return values
-    values |= _memory_and_traffic(prediction)
-    if question.memory_bytes is not None:
-        values["fits"] = question.fits(prediction)
-        values["may_fit"] = question.may_fit(prediction)
-    if question.link is not None:
-        values["communication_s"] = communication(prediction.traffic, question.link).serial
-        if question.link.node_size > 1:
-            values |= {"intra_bytes": 0.0, "inter_bytes": 0.0}
-            for part in prediction.traffic:
-                intra, inter = part.levels(question.link.node_size)
-                values["intra_bytes"] += intra
-                values["inter_bytes"] += inter
-    if choices and not prediction.offloads:
-        step = question.step(prediction)
-        values |= {"overlapped_s": step.overlapped, "serial_s": step.serial}
-        values |= question.rates(prediction.cell, step)
-    if (host := prediction.host) is not None:
-        values |= {
-            "host": host.parts,
-            "host_bytes": host.peak,
-            "pinned_bytes": host.pinned,
-            COPIED_TO_DEVICE: host.to_device,
-            COPIED_TO_HOST: host.to_host,
-        }
-    return values
-
-
-def _place_among(choices: Choices, prediction: Prediction) -> dict[str, Any]:
-    """Whether a backend is the best here, and where it clearly is."""
-    name = prediction.name
-    here = choices[prediction.cell.accumulate, prediction.cell.world_size]
-    best_at = []
-    for at, choice in choices.items():
-        if not choice.rivals and name in (choice.best, *choice.equal):
-            best_at.append(list(at))
-    is_recommended = name in (here.best, *here.equal)
-    return {
-        "recommended": is_recommended,
-        "best": is_recommended and not here.rivals,
-        "may_be_fastest": name in here.rivals,
-        "best_at": best_at,
-    }
-
-
-def _memory_and_traffic(prediction: Prediction) -> dict[str, Any]:
-    """What a backend holds and sends."""
-    cell, rows, num_calls = prediction.cell, [], 0
-    for row in prediction.expectation.collectives:
-        wire_bytes = sent_bytes(row.op, row.payload_bytes, cell.group_size(row.group), cell.device)
-        rows.append(dataclasses.asdict(row) | {"wire_bytes": wire_bytes})
-        num_calls += row.calls
-    return {
-        "memory": prediction.memory.parts,
-        "peak_memory_bytes": prediction.memory.peak,
-        "peak_at": prediction.memory.moment,
-        "held": prediction.expectation.held,
-        "collectives": rows,
-        "num_calls": num_calls,
-        "wire_bytes": prediction.wire_bytes,
-    }
 
 
 LESS_MEMORY = 0.1

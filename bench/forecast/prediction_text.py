@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bench import validation
-from bench.forecast.choice import MARGIN, Choice, Choices, Question, Trade, trade
+from bench.forecast.choice import MARGIN, Choice, Choices, Question, Rates, Trade, trade
 from bench.forecast.fit import reserves
 from bench.forecast.footprint import model_of
+from bench.forecast.rows import Row
 from bench.formatting import digits, size
 from bench.grouping import grouped
 from bench.plan.cell import Cell, Device, among
@@ -28,29 +28,16 @@ COLUMNS = {
 }
 """Columns of the table, each with the categories of ``bench.forecast.footprint`` that it adds
 up."""
-HOST_COLUMNS = {
-    "host": "host_bytes",
-    "pinned": "pinned_bytes",
-    "to dev": "copied_to_device",
-    "to host": "copied_to_host",
-}
-"""Columns of backends that offload, each with its key."""
-SECONDS = {"comm/s": "communication_s", "overlapped/s": "overlapped_s", "serial/s": "serial_s"}
-"""Further columns, each with its key."""
-RATES = {"tokens_per_s": "tok/s/{}", "mfu": "MFU (%)"}
-"""Further columns by key, of which the least and the most are shown; with their titles, ``{}`` for
-GPU or rank."""
-LEVEL_KEYS = {"intra": "intra_bytes", "inter": "inter_bytes"}
-"""Columns of a link with two levels, each with its key."""
-REMARKS = {
-    "refusal": "refused",
-    "not_predicted": "not predicted",
-    "defect": "WRONG",
-    "may_be_fastest": "may be the fastest",
-    "best": "best",
-    "recommended": "recommended",
-}
-"""What is said beside a row, by the key that must be set."""
+TOKENS, MFU = "tok/s/{}", "MFU (%)"
+"""Titles of columns; ``{}`` is for GPU or rank."""
+TITLES = (
+    *COLUMNS,
+    *("peak", "fits"),
+    *("host", "pinned", "to dev", "to host"),
+    *("intra", "inter"),
+    *("comm/s", "overlapped/s", "serial/s", TOKENS, MFU),
+)
+"""All columns that the table may have, in order."""
 WRAPPERS = (
     "= names wrappers that shard alike, reduce at the same times, and hold and send the same "
     "within 2 %; --all shows their rows."
@@ -86,9 +73,6 @@ LEVELS = (
 )
 ACCURACY = Path(__file__).with_name("link_accuracy.json")
 """An ``EstimateAccuracy``, which ``python -m studies.links`` writes."""
-
-Records = Sequence[Mapping[str, Any]]
-"""Of ``bench.forecast.choice.answer``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,43 +112,39 @@ class EstimateAccuracy:
         )
 
 
-def printed_lines(question: Question, records: Records, choices: Choices) -> Iterator[str]:
+def printed_lines(question: Question, rows: Sequence[Row], choices: Choices) -> Iterator[str]:
     """All that is printed; wrappers have no lines of their own."""
-    rows = [row for row in records if not row["equals"]]
-    for row in rows:
-        if row.get("exact_peak_bytes"):
-            yield _exact_line(row)
-    yield from _recommendation_lines(question, rows, choices)
+    shown = [row for row in rows if not row.equals]
+    for row in shown:
+        if row.exact_peak_bytes is not None:
+            yield _exact_line(row, row.exact_peak_bytes)
+    yield from _recommendation_lines(question, shown, choices)
     yield from ("", *setting_lines(question))
     yield from ("", "GiB of a rank at its peak, and one optimizer step:")
-    yield _backend_table(question, records)
-    for why, names in _names_by_text(_remarks_and_reasons(records)):
+    yield _backend_table(question, rows)
+    for why, names in _names_by_text(_remarks_and_reasons(rows)):
         yield from ("", f"{names}: {why}.")
     if choices:
         yield from ("", "The best by N and W (?: undecided, it leads):", _choice_table(choices))
     yield from ("", "Collectives of a step:")
-    collectives = []
-    for row in rows:
-        if _is_predicted(row):
-            collectives.append((_collectives_text(row), str(row["backend"])))
+    collectives = [(_collectives_text(row), row.name) for row in shown if row.is_predicted]
     for text, names in _names_by_text(collectives):
         yield f"  {names}: {text}"
-    for note in _notes(question, records, is_timed=bool(choices)):
+    for note in _notes(question, rows, is_timed=bool(choices)):
         yield from ("", note)
 
 
-def _remarks_and_reasons(records: Records) -> Iterator[tuple[str, str]]:
+def _remarks_and_reasons(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
     """What is said of backends that are refused, not predicted or wrong, with their names."""
-    for row in records:
-        if reason := _reason(row):
-            yield f"{_remark(row)}: {reason}", row["backend"]
+    for row in rows:
+        if row.reason:
+            yield f"{_remark(row)}: {row.reason}", row.name
 
 
-def _exact_line(row: Mapping[str, Any]) -> str:
+def _exact_line(row: Row, exact: int) -> str:
     """The measured peak of a backend beside the predicted one."""
-    exact, predicted = row["exact_peak_bytes"], row["peak_memory_bytes"]
-    beside = f"predicted: {size(predicted)}, {100 * (predicted / exact - 1):+.1f} %"
-    name = f"{row['backend']}: {size(exact)} at the peak of rank 0"
+    beside = f"predicted: {size(row.peak)}, {100 * (row.peak / exact - 1):+.1f} %"
+    name = f"{row.name}: {size(exact)} at the peak of rank 0"
     return f"{name}, measured on fake tensors ({beside})."
 
 
@@ -240,41 +220,56 @@ def _has_levels(question: Question) -> bool:
     return question.link is not None and question.link.node_size > 1
 
 
-def _backend_table(question: Question, records: Records) -> str:
-    """The table of backends; sizes in GiB. Wrappers are named beside what they equal."""
-    wrappers = dict(_names_by_text((row["equals"], _name(row)) for row in records))
-    columns = _columns(question, records)
-    titles = [RATES.get(column, column).format(device_word(question)) for column in columns]
+def _backend_table(question: Question, rows: Sequence[Row]) -> str:
+    """The table of backends, with the columns of which something is known; sizes in GiB.
+
+    Wrappers are named beside what they equal.
+    """
+    wrappers = dict(_names_by_text((row.equals, _name(row)) for row in rows))
+    shown = [row for row in rows if not row.equals]
+    values = {row.name: _values(row) for row in shown}
+    titles = []
+    for title in TITLES:
+        if any(title in known for known in values.values()):
+            titles.append(title)
     found = []
-    for row in records:
-        if row["equals"]:
-            continue
-        values = ["-"] * len(columns)
-        if _is_predicted(row):
-            values = [_value(row, column) for column in columns]
+    for row in shown:
+        cells = [values[row.name].get(title, "-") for title in titles]
         remarks = [_remark(row)]
-        if row["backend"] in wrappers:
-            remarks.append(f"= {wrappers[row['backend']]}")
-        found.append([row["backend"], *values, "  ".join(filter(None, remarks))])
-    return Table.from_rows(["backend", *titles, ""], found, range(1, len(titles) + 1)).text()
+        if row.name in wrappers:
+            remarks.append(f"= {wrappers[row.name]}")
+        found.append([row.name, *cells, "  ".join(filter(None, remarks))])
+    header = ["backend", *(title.format(device_word(question)) for title in titles), ""]
+    return Table.from_rows(header, found, range(1, len(titles) + 1)).text()
 
 
-def _columns(question: Question, records: Records) -> list[str]:
-    """The columns that have something to show."""
-    columns = [*COLUMNS, "peak"]
-    if question.memory_bytes is not None:
-        columns.append("fits")
-    if _has(records, "host_bytes"):
-        columns += HOST_COLUMNS
-    if _has_levels(question):
-        columns += LEVEL_KEYS
-    for name, key in SECONDS.items():
-        if _has(records, key):
-            columns.append(name)
-    for key in RATES:
-        if _has(records, key):
-            columns.append(key)
-    return columns
+def _values(row: Row) -> dict[str, str]:
+    """What is known of a backend, by the title of its column."""
+    if not row.is_predicted:
+        return {}
+    values = {}
+    for title, categories in COLUMNS.items():
+        values[title] = _gib(sum(row.prediction.memory.parts[name] for name in categories))
+    values["peak"] = _gib(row.peak)
+    if row.fits is not None and row.may_fit is not None:
+        values["fits"] = fits_text(fits=row.fits, may_fit=row.may_fit)
+    if row.prediction.host is not None:
+        host = row.prediction.host
+        values["host"], values["pinned"] = _gib(host.peak), _gib(host.pinned)
+        values["to dev"], values["to host"] = _gib(host.to_device), _gib(host.to_host)
+    if row.levels is not None:
+        values["intra"] = _gib(row.levels.intra_bytes)
+        values["inter"] = _gib(row.levels.inter_bytes)
+    if row.communication_s is not None:
+        values["comm/s"] = f"{row.communication_s:.4g}"
+    if row.step is not None:
+        values["overlapped/s"] = f"{row.step.overlapped:.4g}"
+        values["serial/s"] = f"{row.step.serial:.4g}"
+    if row.rates is not None:
+        values[TOKENS] = tokens_text(row.rates)
+        if row.rates.mfu is not None:
+            values[MFU] = mfu_text(row.rates.mfu)
+    return values
 
 
 def device_word(question: Question) -> str:
@@ -284,43 +279,30 @@ def device_word(question: Question) -> str:
     return "rank"
 
 
-def _has(records: Records, key: str) -> bool:
-    """Whether something is known of some backend."""
-    return any(row[key] is not None for row in records)
-
-
-def _name(row: Mapping[str, Any]) -> str:
+def _name(row: Row) -> str:
     """The name of a backend, and whether it is known to be wrong."""
-    if row["defect"]:
-        return f"{row['backend']} (WRONG)"
-    return str(row["backend"])
+    if row.prediction.defect:
+        return f"{row.name} (WRONG)"
+    return row.name
 
 
-def _value(row: Mapping[str, Any], column: str) -> str:
-    """What stands in a column of the table for a backend that is predicted."""
-    if column in COLUMNS:
-        return _gib(sum(row["memory"][part] for part in COLUMNS[column]))
-    of_bytes = HOST_COLUMNS | LEVEL_KEYS | {"peak": "peak_memory_bytes"}
-    if column in of_bytes:
-        return _gib(row[of_bytes[column]])
-    if column in SECONDS:
-        seconds = row[SECONDS[column]]
-        if seconds is None:
-            return "-"
-        return f"{seconds:.4g}"
-    if column in RATES:
-        return rates_text(column, row[column])
-    return fits_text(fits=row["fits"], may_fit=row["may_fit"])
-
-
-def rates_text(key: str, values: Sequence[float] | None) -> str:
-    """The least and the most of RATES."""
-    if values is None:
+def _gib(num_bytes: float) -> str:
+    """GiB; a dash for nothing."""
+    if num_bytes == 0:
         return "-"
-    least, most = values
-    if key == "mfu":
-        return f"{100 * least:.1f}-{100 * most:.1f}"
+    return digits(num_bytes / GIB)
+
+
+def tokens_text(rates: Rates) -> str:
+    """The rates of a serial and of an overlapped step."""
+    least, most = rates.tokens_per_s
     return f"{least:,.0f}-{most:,.0f}"
+
+
+def mfu_text(mfu: tuple[float, float]) -> str:
+    """The shares of a serial and of an overlapped step, in percent."""
+    least, most = mfu
+    return f"{100 * least:.1f}-{100 * most:.1f}"
 
 
 def fits_text(*, fits: bool, may_fit: bool) -> str:
@@ -332,30 +314,20 @@ def fits_text(*, fits: bool, may_fit: bool) -> str:
     return "NO"
 
 
-def _is_predicted(row: Mapping[str, Any]) -> bool:
-    return row["peak_memory_bytes"] is not None
-
-
-def _gib(num_bytes: float | None) -> str:
-    """GiB; a dash for nothing, and where a backend has no such number."""
-    if num_bytes is None or num_bytes == 0:
-        return "-"
-    return digits(num_bytes / GIB)
-
-
-def _remark(row: Mapping[str, Any]) -> str:
-    """The first of REMARKS that holds; empty if none does."""
-    for key, remark in REMARKS.items():
-        if row[key]:
+def _remark(row: Row) -> str:
+    """What is said beside a row: the first that holds; empty for nothing."""
+    remarks = {
+        "refused": bool(row.prediction.refusal),
+        "not predicted": bool(row.prediction.not_predicted),
+        "WRONG": bool(row.prediction.defect),
+    }
+    if row.place is not None:
+        remarks["may be the fastest"] = row.place.may_be_fastest
+        remarks["best"] = row.place.best
+        remarks["recommended"] = row.place.recommended
+    for remark, holds in remarks.items():
+        if holds:
             return remark
-    return ""
-
-
-def _reason(row: Mapping[str, Any]) -> str:
-    """Why a backend is refused, not predicted or wrong; empty if it is not."""
-    for key in ("refusal", "not_predicted", "defect"):
-        if row[key]:
-            return str(row[key])
     return ""
 
 
@@ -382,25 +354,25 @@ def _choice_text(choice: Choice) -> str:
     return text
 
 
-def _collectives_text(row: Mapping[str, Any]) -> str:
+def _collectives_text(row: Row) -> str:
     """The collectives of one optimizer step."""
-    if not row["collectives"]:
+    if not row.sent:
         return "none"
     found = []
-    for sent in row["collectives"]:
-        what = f"{sent['op']} {sent['dtype']}{among(sent['group'])} {sent['calls']} x"
+    for sent in row.sent:
         found.append(
-            f"{what}, {size(sent['payload_bytes'])} payload, {size(sent['wire_bytes'])} on the wire"
+            f"{sent.op} {sent.dtype}{among(sent.group)} {sent.calls} x, "
+            f"{size(sent.payload_bytes)} payload, {size(sent.wire_bytes)} on the wire"
         )
     return "; ".join(found)
 
 
-def _notes(question: Question, records: Records, *, is_timed: bool) -> Iterator[str]:
+def _notes(question: Question, rows: Sequence[Row], *, is_timed: bool) -> Iterator[str]:
     cell = question.cell
-    if any(row["equals"] for row in records):
+    if any(row.equals for row in rows):
         yield WRAPPERS
     yield PEAK
-    if _has(records, "host_bytes"):
+    if any(row.offloads for row in rows):
         yield ON_THE_HOST
     if cell.selective_checkpointing:
         yield (
@@ -477,30 +449,34 @@ def _trade_text(best: str, traded: Trade) -> str:
     )
 
 
-def _recommendation_lines(question: Question, rows: Records, choices: Choices) -> Iterator[str]:
+def _recommendation_lines(
+    question: Question, rows: Sequence[Row], choices: Choices
+) -> Iterator[str]:
     """What to take, with the reason; if that is undecided, also the command that decides it."""
     able, fitting = [], []
     for row in rows:
-        if row["defect"] or not _is_predicted(row):
+        if row.prediction.defect or not row.is_predicted:
             continue
         able.append(row)
-        if row["may_fit"] is not False:
+        if row.may_fit is not False:
             fitting.append(row)
     here = choices.get((question.cell.accumulate, question.cell.world_size))
     if not fitting or here is None or not here.best:
         yield f"Recommendation: {_recommendation_by_memory(question, fitting, able)}"
         return
-    (best,) = (row for row in rows if row["backend"] == here.best)
+    by_name = {row.name: row for row in rows}
+    best = by_name[here.best]
+    step = question.step(best.prediction)
     named = here.best
     if here.equal:
         named = f"{here.best} (equal: {', '.join(here.equal)})"
     takes = (
-        f"{named}: {best['overlapped_s']:.4g} s (overlapped) to {best['serial_s']:.4g} s (serial) "
-        f"per step, {size(best['peak_memory_bytes'])} of memory"
+        f"{named}: {step.overlapped:.4g} s (overlapped) to {step.serial:.4g} s (serial) per step, "
+        f"{size(best.peak)} of memory"
     )
     if here.is_tight:
         takes += f", which is tight: {TIGHT}"
-    traded = trade(question, [str(row["backend"]) for row in rows], here.best)
+    traded = trade(question, list(by_name), here.best)
     if not here.rivals:
         yield (
             f"Recommendation: {takes}. By these estimates no other is more than {100 * MARGIN:g} % "
@@ -509,8 +485,8 @@ def _recommendation_lines(question: Question, rows: Records, choices: Choices) -
         if traded is not None:
             yield _trade_text(here.best, traded)
         return
-    fastest = min(row["overlapped_s"] for row in rows if row["backend"] in here.rivals)
-    longer = f"{100 * (best['serial_s'] / fastest - 1):.2g} % longer"
+    fastest = min(question.step(by_name[name].prediction).overlapped for name in here.rivals)
+    longer = f"{100 * (step.serial / fastest - 1):.2g} % longer"
     yield (
         f"Recommendation until measured: {takes}. It has the shortest serial step, which is at "
         f"most {longer} than the overlapped step of any other."
@@ -524,14 +500,16 @@ def _recommendation_lines(question: Question, rows: Records, choices: Choices) -
     )
 
 
-def _recommendation_by_memory(question: Question, fitting: Records, able: Records) -> str:
+def _recommendation_by_memory(
+    question: Question, fitting: Sequence[Row], able: Sequence[Row]
+) -> str:
     """What to take where no time is known, or why nothing can be taken."""
     if not able:
         return (
             "none; every backend that was asked for is refused, not predicted, or known to be "
             "wrong."
         )
-    on_device = [row for row in fitting if row["host_bytes"] is None]
+    on_device = [row for row in fitting if not row.offloads]
     preferred = able
     if on_device:
         preferred = on_device
@@ -553,20 +531,21 @@ def _recommendation_by_memory(question: Question, fitting: Records, able: Record
     return f"{needs}. For one by time, add {' and '.join(missing)}."
 
 
-def _least_text(question: Question, fitting: Records, rivals: Records, on_device: Records) -> str:
+def _least_text(
+    question: Question, fitting: Sequence[Row], rivals: Sequence[Row], on_device: Sequence[Row]
+) -> str:
     """Which of ``rivals`` needs the least memory, how much, and how much there is."""
-    least = min(rivals, key=lambda row: int(row["peak_memory_bytes"]))
+    least = min(rivals, key=lambda row: row.peak)
     which = ""
     if on_device and len(on_device) < len(fitting):
         which = " without offload"
-    memory = f"{size(least['peak_memory_bytes'])} of memory"
-    needs = f"{least['backend']} needs the least{which}: {memory}"
+    needs = f"{least.name} needs the least{which}: {size(least.peak)} of memory"
     if question.memory_bytes is None:
         return needs
     needs += f", of {size(question.memory_bytes)}"
-    if fitting and not on_device:
-        needs += f", and {size(least['host_bytes'])} of the host's"
-    if fitting and not least["fits"]:
+    if fitting and least.prediction.host is not None and not on_device:
+        needs += f", and {size(least.prediction.host.peak)} of the host's"
+    if fitting and not least.fits:
         needs += f", which is tight: {TIGHT}"
     return needs
 

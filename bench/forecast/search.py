@@ -138,5 +138,5 @@ def combination_json(question: Question, combination: Combination) -> dict[str, 
         "may_fit": combination.may_fit,
         "overlapped_s": step.overlapped,
         "serial_s": step.serial,
-        **question.rates(cell, step),
+        **dataclasses.asdict(question.rates(cell, step)),
     }

@@ -6,14 +6,16 @@ from collections.abc import Iterator
 
 from bench.forecast.choice import MARGIN, Question
 from bench.forecast.prediction_text import (
-    RATES,
+    MFU,
     TIGHT,
+    TOKENS,
     device_word,
     fits_text,
     limits,
+    mfu_text,
     parameters_text,
-    rates_text,
     reserve_text,
+    tokens_text,
 )
 from bench.forecast.search import CHECKPOINTING, Combination, Search
 from bench.formatting import digits, plural, size
@@ -105,9 +107,9 @@ def _needs(combination: Combination) -> str:
 
 
 def _front_table(question: Question, found: Search) -> str:
-    header = [*HEADER, *SECONDS, RATES["tokens_per_s"].format(device_word(question))]
+    header = [*HEADER, *SECONDS, TOKENS.format(device_word(question))]
     if question.peak_flops is not None:
-        header.append(RATES["mfu"])
+        header.append(MFU)
     rows = []
     for combination in found.front:
         cell, step = combination.cell, combination.step
@@ -121,10 +123,10 @@ def _front_table(question: Question, found: Search) -> str:
             fits_text(fits=combination.fits, may_fit=combination.may_fit),
             f"{step.overlapped:.4g}",
             f"{step.serial:.4g}",
-            rates_text("tokens_per_s", rates["tokens_per_s"]),
+            tokens_text(rates),
         ]
-        if question.peak_flops is not None:
-            row.append(rates_text("mfu", rates["mfu"]))
+        if rates.mfu is not None:
+            row.append(mfu_text(rates.mfu))
         rows.append(row)
     numbers = [place for place in range(len(header)) if place not in (2, 3, 5)]
     return Table.from_rows(header, rows, numbers).text()
