@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psutil
 import pytest
 
@@ -40,6 +41,11 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+# Machines are shared: how long an example takes says nothing.
+hypothesis.settings.register_profile("bench", deadline=None)
+hypothesis.settings.load_profile("bench")
 
 
 def alone() -> dict[str, str]:
@@ -113,9 +119,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def first(chosen: Collection[Any], every: Iterable[Any]) -> list[Any]:
     """Every one as a parameter of a test, those that are not chosen with --all alone."""
-    return [
-        value if value in chosen else pytest.param(value, marks=pytest.mark.slow) for value in every
-    ]
+    parameters = []
+    num_chosen = 0
+    for value in every:
+        if value in chosen:
+            parameters.append(value)
+            num_chosen += 1
+        else:
+            parameters.append(pytest.param(value, marks=pytest.mark.slow))
+    assert num_chosen or not chosen, f"none of {chosen} is a parameter"
+    return parameters
 
 
 def asked(request: pytest.FixtureRequest, chosen: Iterable[Any], every: Iterable[Any]) -> list[Any]:

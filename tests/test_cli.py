@@ -797,7 +797,7 @@ def test_a_known_defect_excuses_nothing_else(place: Place) -> None:
     script = wrong_update("lightning-deepspeed-zero2", 0.5, 0.0, num_updates=3)
     status, out, _ = finished_run(place, script, *LIGHTNING)
     assert status == BAD
-    assert "exit status 0" not in out and f"This is {EXPECTED}" not in " ".join(out.split())
+    assert "exit status 0" not in out and EXPECTED not in " ".join(out.split())
 
 
 def at_trial(stop: int, action: Callable[[], None]) -> Script:
@@ -858,13 +858,19 @@ def test_a_run_whose_folder_is_in_use(place: Place) -> None:
 def test_a_quiet_run_prints_the_answer_alone(place: Place) -> None:
     loud = finished_run(place)[1]
     with_launcher(place)
-    status, out, err = place.call("run", "--matrix", place.matrix(), "--out", "other", "--quiet")
+    status, quiet, err = place.call("run", "--matrix", place.matrix(), "--out", "odd", "--quiet")
     assert (status, err) == (GOOD, "")
     assert "[12/12]" in loud and "run out: " in loud and "matrix products on" in loud
-    assert "/12]" not in out and "run other: " not in out and "matrix products on" not in out
-    assert out.replace("other/", "out/") == loud[-len(out) + 2 * out.count("other/") :], (
-        "the same answer"
-    )
+    assert "/12]" not in quiet and "run odd: " not in quiet and "matrix products on" not in quiet
+    assert loud.endswith(quiet.replace("odd/", "out/")), "the same answer"
+
+
+def test_a_run_in_json_lines(place: Place) -> None:
+    """Each line is an event, the last one the answer, which has the exit status."""
+    status, out, _ = finished_run(place, None, "--json")
+    events = [json.loads(line) for line in out.splitlines()]
+    assert events[-1]["event"] == "report" and events[-1]["status"] == status == GOOD
+    assert sum(each["event"] == "trial" for each in events) == 12
 
 
 def test_a_failed_trial_makes_the_status_bad_and_is_run_again_when_asked(place: Place) -> None:

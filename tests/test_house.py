@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.backends.base import Backend
+from studies import results
 from tests.conftest import ROOT
 
 SAY_NOTHING = {"one", "own", "said", "due"}
@@ -101,3 +102,14 @@ def test_a_backend_has_few_class_variables() -> None:
         name for name, kind in Backend.__annotations__.items() if kind.startswith("ClassVar")
     ]
     assert "name" in variables and len(variables) <= 16
+
+
+def test_the_source_distribution_has_all_that_is_committed() -> None:
+    """Results are ignored by git and hatchling, but for those that are named."""
+    built = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]
+    named = set(built["build"]["targets"]["sdist"]["artifacts"])
+    committed = {results.RECORDS, *(path for row in results.ROWS for path in row.paths)}
+    for path in committed:
+        top, _, rest = path.partition("/")
+        if top in ("results", "plots"):
+            assert f"/{top}/{rest.split('/')[0]}" in named, path

@@ -29,9 +29,9 @@ from bench.plan.models import HUGGING_FACE, SHAPES, SIZES, shape_of, suggest_mod
 from bench.run.journal import MANIFEST, read_manifest
 
 if TYPE_CHECKING:
+    from bench.forecast.backend_forecast import BackendForecast
     from bench.forecast.choice import Question
     from bench.forecast.prediction import Link
-    from bench.forecast.rows import Row
 
 TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 PREFIXES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -191,7 +191,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     )
     option("--exact", action="store_true", help=words)
     words = (
-        "print a JSON list; its keys: see bench/forecast/rows.py, with --batch "
+        "print a JSON list; its keys: see bench/forecast/backend_forecast.py, with --batch "
         "bench/forecast/search.py"
     )
     option("--json", action="store_true", help=words)
@@ -242,8 +242,8 @@ def _rates(text: str) -> GivenLink:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from bench.forecast.backend_forecast import answer, forecast_json
     from bench.forecast.prediction_text import printed_lines
-    from bench.forecast.rows import answer, row_json
 
     _check_needs(arguments)
     question = _question(arguments)
@@ -255,7 +255,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.exact:
         rows = [_with_exact_peak(arguments, question.cell, rows)]
     if arguments.json:
-        print(json.dumps([row_json(question, row) for row in rows], allow_nan=False))
+        print(json.dumps([forecast_json(question, row) for row in rows], allow_nan=False))
     else:
         print("\n".join(printed_lines(question, rows, choices)))
     return GOOD
@@ -335,7 +335,9 @@ def _lora(arguments: argparse.Namespace, *, tied: bool) -> LoRA | None:
     return LoRA(rank, targets, dropout=bool(arguments.lora_dropout), fp32=fp32)
 
 
-def _with_exact_peak(arguments: argparse.Namespace, cell: Cell, rows: Sequence[Row]) -> Row:
+def _with_exact_peak(
+    arguments: argparse.Namespace, cell: Cell, rows: Sequence[BackendForecast]
+) -> BackendForecast:
     """The only row, with its peak on fake tensors. Raises InputError for what cannot be measured."""
     from bench.forecast.fit import exact_peak
 

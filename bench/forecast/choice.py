@@ -57,7 +57,7 @@ Choices = Mapping[tuple[int, int], Choice]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rates:
+class StepRates:
     """What a rank gets done, each in a serial and in an overlapped step."""
 
     tokens_per_s: tuple[float, float]
@@ -107,14 +107,14 @@ class Question:
         compute, _ = compute_seconds(prediction.cell, self.flops_per_s, self.lora)
         return communication(prediction.traffic, self.link).beside(compute)
 
-    def rates(self, cell: Cell, step: TimeEstimate) -> Rates:
+    def rates(self, cell: Cell, step: TimeEstimate) -> StepRates:
         """What this step is in tokens and in use of the device."""
         tokens = (tokens_per_s(cell, step.serial), tokens_per_s(cell, step.overlapped))
         mfu = None
         if self.peak_flops is not None:
             least_s = model_flops(cell, self.lora) / self.peak_flops
             mfu = (least_s / step.serial, least_s / step.overlapped)
-        return Rates(tokens_per_s=tokens, mfu=mfu)
+        return StepRates(tokens_per_s=tokens, mfu=mfu)
 
     def reserved(self, prediction: Prediction) -> ReservedBytes:
         """What must be free beside a peak: what is given, or on a GPU what was published."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import validation
-from bench.forecast.choice import MARGIN, Choice, Choices, Question, Rates, Trade, trade
+from bench.forecast.backend_forecast import BackendForecast
+from bench.forecast.choice import MARGIN, Choice, Choices, Question, StepRates, Trade, trade
 from bench.forecast.fit import reserves
 from bench.forecast.footprint import model_of
-from bench.forecast.rows import Row
 from bench.formatting import digits, size
 from bench.grouping import grouped
 from bench.plan.cell import Cell, Device, among
@@ -112,7 +112,9 @@ class EstimateAccuracy:
         )
 
 
-def printed_lines(question: Question, rows: Sequence[Row], choices: Choices) -> Iterator[str]:
+def printed_lines(
+    question: Question, rows: Sequence[BackendForecast], choices: Choices
+) -> Iterator[str]:
     """All that is printed; wrappers have no lines of their own."""
     shown = [row for row in rows if not row.equals]
     for row in shown:
@@ -134,14 +136,14 @@ def printed_lines(question: Question, rows: Sequence[Row], choices: Choices) -> 
         yield from ("", note)
 
 
-def _remarks_and_reasons(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+def _remarks_and_reasons(rows: Sequence[BackendForecast]) -> Iterator[tuple[str, str]]:
     """What is said of backends that are refused, not predicted or wrong, with their names."""
     for row in rows:
         if row.reason:
             yield f"{_remark(row)}: {row.reason}", row.name
 
 
-def _exact_line(row: Row, exact: int) -> str:
+def _exact_line(row: BackendForecast, exact: int) -> str:
     """The measured peak of a backend beside the predicted one."""
     beside = f"predicted: {size(row.peak)}, {100 * (row.peak / exact - 1):+.1f} %"
     name = f"{row.name}: {size(exact)} at the peak of rank 0"
@@ -220,7 +222,7 @@ def _has_levels(question: Question) -> bool:
     return question.link is not None and question.link.node_size > 1
 
 
-def _backend_table(question: Question, rows: Sequence[Row]) -> str:
+def _backend_table(question: Question, rows: Sequence[BackendForecast]) -> str:
     """The table of backends, with the columns of which something is known; sizes in GiB.
 
     Wrappers are named beside what they equal.
@@ -243,7 +245,7 @@ def _backend_table(question: Question, rows: Sequence[Row]) -> str:
     return Table.from_rows(header, found, range(1, len(titles) + 1)).text()
 
 
-def _values(row: Row) -> dict[str, str]:
+def _values(row: BackendForecast) -> dict[str, str]:
     """What is known of a backend, by the title of its column."""
     if not row.is_predicted:
         return {}
@@ -279,7 +281,7 @@ def device_word(question: Question) -> str:
     return "rank"
 
 
-def _name(row: Row) -> str:
+def _name(row: BackendForecast) -> str:
     """The name of a backend, and whether it is known to be wrong."""
     if row.prediction.defect:
         return f"{row.name} (WRONG)"
@@ -293,7 +295,7 @@ def _gib(num_bytes: float) -> str:
     return digits(num_bytes / GIB)
 
 
-def tokens_text(rates: Rates) -> str:
+def tokens_text(rates: StepRates) -> str:
     """The rates of a serial and of an overlapped step."""
     least, most = rates.tokens_per_s
     return f"{least:,.0f}-{most:,.0f}"
@@ -314,17 +316,17 @@ def fits_text(*, fits: bool, may_fit: bool) -> str:
     return "NO"
 
 
-def _remark(row: Row) -> str:
+def _remark(row: BackendForecast) -> str:
     """What is said beside a row: the first that holds; empty for nothing."""
     remarks = {
         "refused": bool(row.prediction.refusal),
         "not predicted": bool(row.prediction.not_predicted),
         "WRONG": bool(row.prediction.defect),
     }
-    if row.place is not None:
-        remarks["may be the fastest"] = row.place.may_be_fastest
-        remarks["best"] = row.place.best
-        remarks["recommended"] = row.place.recommended
+    if row.standing is not None:
+        remarks["may be the fastest"] = row.standing.may_be_fastest
+        remarks["best"] = row.standing.best
+        remarks["recommended"] = row.standing.recommended
     for remark, holds in remarks.items():
         if holds:
             return remark
@@ -354,7 +356,7 @@ def _choice_text(choice: Choice) -> str:
     return text
 
 
-def _collectives_text(row: Row) -> str:
+def _collectives_text(row: BackendForecast) -> str:
     """The collectives of one optimizer step."""
     if not row.sent:
         return "none"
@@ -367,7 +369,7 @@ def _collectives_text(row: Row) -> str:
     return "; ".join(found)
 
 
-def _notes(question: Question, rows: Sequence[Row], *, is_timed: bool) -> Iterator[str]:
+def _notes(question: Question, rows: Sequence[BackendForecast], *, is_timed: bool) -> Iterator[str]:
     cell = question.cell
     if any(row.equals for row in rows):
         yield WRAPPERS
@@ -450,7 +452,7 @@ def _trade_text(best: str, traded: Trade) -> str:
 
 
 def _recommendation_lines(
-    question: Question, rows: Sequence[Row], choices: Choices
+    question: Question, rows: Sequence[BackendForecast], choices: Choices
 ) -> Iterator[str]:
     """What to take, with the reason; if that is undecided, also the command that decides it."""
     able, fitting = [], []
@@ -501,7 +503,7 @@ def _recommendation_lines(
 
 
 def _recommendation_by_memory(
-    question: Question, fitting: Sequence[Row], able: Sequence[Row]
+    question: Question, fitting: Sequence[BackendForecast], able: Sequence[BackendForecast]
 ) -> str:
     """What to take where no time is known, or why nothing can be taken."""
     if not able:
@@ -532,7 +534,10 @@ def _recommendation_by_memory(
 
 
 def _least_text(
-    question: Question, fitting: Sequence[Row], rivals: Sequence[Row], on_device: Sequence[Row]
+    question: Question,
+    fitting: Sequence[BackendForecast],
+    rivals: Sequence[BackendForecast],
+    on_device: Sequence[BackendForecast],
 ) -> str:
     """Which of ``rivals`` needs the least memory, how much, and how much there is."""
     least = min(rivals, key=lambda row: row.peak)

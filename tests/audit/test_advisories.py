@@ -112,7 +112,11 @@ def test_an_advisory_without_proof_is_refused(
     with pytest.raises(InputError) as caught:
         load(path)
     assert str(caught.value).startswith("advisories.toml: ") and words in str(caught.value)
-    assert load(written(first_entry(), tmp_path / "..")) if not change else True
+
+
+def test_the_entry_that_these_change_is_read(tmp_path: Path) -> None:
+    (advisory,) = load(written(first_entry(), tmp_path))
+    assert advisory.id == first_entry()["id"]
 
 
 def test_a_config_is_matched_as_far_as_it_is_known() -> None:

@@ -267,7 +267,7 @@ def test_rates_are_counted_as_they_are_measured(sizes: tuple[int, int]) -> None:
 
 
 @pytest.mark.torch
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     accumulate=st.integers(2, 300),
     num_batches=st.integers(1, 3000),
@@ -323,7 +323,7 @@ def test_places(tmp_path: Path) -> None:
 
 
 def test_sarif(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The log has what the standard demands, and a place for every finding."""
+    """The log names its version and all rules, and has a place for every finding."""
     path, out = (
         write(tmp_path, lightning("deepspeed", fast_dev_run=True), "a config.yaml"),
         tmp_path / "lint.sarif",
@@ -344,8 +344,6 @@ def test_sarif(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (place,) = result["locations"]
         assert place["physicalLocation"]["region"] == {"startLine": finding["line"]}
         assert place["physicalLocation"]["artifactLocation"]["uri"] == path.as_uri()
-    if (schema := Path(os.environ.get("SARIF_SCHEMA", "none"))).is_file():
-        pytest.importorskip("jsonschema").validate(log, json.loads(schema.read_text()))
     assert cli.main(["lint", str(path), "--sarif", str(tmp_path / "none" / "x")]) == WRONG
     assert "--sarif" in capsys.readouterr().err
 
@@ -371,6 +369,7 @@ class Read(dict[str, Any]):
         return self
 
 
+@pytest.mark.torch
 def test_known_keys_are_those_of_the_frameworks() -> None:
     from deepspeed.runtime import precision_config
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -397,6 +396,7 @@ def test_known_keys_are_those_of_the_frameworks() -> None:
     assert config.asked <= names["deepspeed"]
 
 
+@pytest.mark.torch
 def test_equal_gradients_are_added_as_torch_adds_them() -> None:
     import torch
 
@@ -464,12 +464,12 @@ HOSTILE = [
     ("c.yaml", b"!!set {trainer}\n", r"has no keys"),
     ("c.yaml", b"trainer: {devices: 1\n", "is not plain YAML"),
     ("c.yaml", b"trainer: {devices: !!int two}\n", ":1: is not plain YAML"),
-    ("c.yaml", b"trainer: {devices: " + b"9" * 5000 + b"}\n", "."),
+    ("c.yaml", b"trainer: {devices: " + b"9" * 5000 + b"}\n", "TODO1"),
     ("c.yaml", b"[" * 30_000, "nested more than"),
     ("c.yaml", (BOMB + "trainer: {}\n").encode(), "with its aliases expanded"),
     ("c.yaml", (MERGES + "<<: *n49\n").encode(), "with its aliases expanded"),
-    ("c.json", b"/* " * 300_000, "."),
-    ("c.json", b'"' + b'\\"' * 300_000, "."),
+    ("c.json", b"/* " * 300_000, "TODO2"),
+    ("c.json", b'"' + b'\\"' * 300_000, "TODO3"),
     ("c.yaml", b"- trainer\n", "has no keys"),
     ("c.yaml", b"model: {}\n", "is of no kind that lint knows"),
     ("c.yaml", b"#" * (config_file.MAX_BYTES + 1), "is larger than 1024 KiB"),
@@ -750,6 +750,7 @@ ENDLESS = [
 ]
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("text", ENDLESS, ids=range(len(ENDLESS)))
 def test_a_script_that_grows_is_read_as_far_as_people_write(text: str) -> None:
     assert len(launch_script.commands(f"{text}\n{LAUNCH} --n 8\n", "train.sh")) <= 1
@@ -1326,7 +1327,7 @@ SMALL = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     value=st.recursive(
         SMALL,

@@ -17,12 +17,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from bench import validation
 from bench.audit import semantics_files
 from bench.audit.decoded_scenario import DecodedScenario
 from bench.audit.diagnosis import observation
 from bench.audit.scenario import Fault, Scenario, load
 from bench.audit.stepcount import StepRule, Steps, calculate
 from bench.backends.base import EXTRA_BACKENDS, registry
+from bench.commands.semantics import FIELDS, FLAGS, OPTIONS
 from bench.errors import InputError
 from bench.plan.cell import REFERENCES, Stepping
 from tests.conftest import LOOPS, ROOT, Command, asked, bench, processes_with
@@ -235,7 +237,7 @@ def test_sentences_have_the_right_numbers(
     epochs=st.integers(1, 3),
     world_size=st.integers(1, 4),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_right_loop_conserves_weight(
     samples: int, batch_size: int, n: int, epochs: int, world_size: int
 ) -> None:
@@ -306,6 +308,13 @@ def test_a_wrong_scenario_is_refused_in_one_line(tmp_path: Path, text: str, mess
     )
 
 
+@pytest.mark.parametrize("option", [*(each.name for each in OPTIONS), *FLAGS])
+def test_an_option_is_a_field_of_a_scenario(option: str) -> None:
+    """What is none of them is ignored, as options of the output must be."""
+    name = option.removeprefix("--").replace("-", "_")
+    assert FIELDS.get(name, name) in validation.declared(Scenario)
+
+
 # What is committed, and that it is measured again.
 
 
@@ -330,13 +339,34 @@ def suite() -> Suite:
 def test_what_is_committed_is_measured_again(
     request: pytest.FixtureRequest, here: Command, suite: Suite
 ) -> None:
-    names, backends = asked(request, SHOWN, EVERY), asked(request, CHOSEN, BACKENDS)
+    check_again(here, suite, asked(request, SHOWN, EVERY), asked(request, CHOSEN, BACKENDS))
+    assert suite.keys() == {(name, backend) for name in EVERY for backend in BACKENDS}
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "verdict"),
+    [
+        ("clip-hard", "lightning-deepspeed-zero3", "hidden by clipping"),
+        ("framework-split", "lightning-ddp", "shuffled"),
+        ("max-steps", "lightning-deepspeed-zero2-corrected", "stops late"),
+    ],
+)
+def test_what_these_two_do_not_show_is_measured_again(
+    name: str, backend: str, verdict: str, here: Command, suite: Suite
+) -> None:
+    check_again(here, suite, [name], [backend])
+    assert suite[name, backend]["verdict"] == verdict
+
+
+def check_again(here: Command, suite: Suite, names: list[str], backends: list[str]) -> None:
     options = ("--scenario", ",".join(names), "--backend", ",".join(backends))
     done = here("semantics", "--suite", *options, "--json", "--out", "suite")
     assert done.returncode == 1, done.stderr  # known defects are among what it finds
-    seen = by_name(json.loads(done.stdout))
+    found = json.loads(done.stdout)
+    if isinstance(found, dict):  # of a single one
+        found = [found]
+    seen = by_name(found)
     assert seen.keys() == {(name, backend) for name in names for backend in backends}
-    assert suite.keys() == {(name, backend) for name in EVERY for backend in BACKENDS}
     for key, record in seen.items():
         sums = [update["sum"] for update in record["updates"]]
         assert sums == pytest.approx(
@@ -703,7 +733,6 @@ def plans(draw: st.DrawFn) -> str:
 @given(tables=st.lists(plans(), min_size=18, max_size=18, unique=True))
 @settings(
     max_examples=1,
-    deadline=None,
     derandomize=True,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),

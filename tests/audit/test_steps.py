@@ -45,7 +45,7 @@ def calculated(scenario: TrainingPlan, rule: StepRule) -> Steps:
     return steps
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 10**15),
     st.integers(1, 2000),
@@ -223,7 +223,7 @@ def simulate(scenario: TrainingPlan, rule: StepRule) -> Simulation:
 
 
 @pytest.mark.torch
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(scenario=scenarios(), rule=rules)
 @example(
     scenario=TrainingPlan(samples=3, batch_size=1, accumulate=(4,), epochs=None, max_steps=3),

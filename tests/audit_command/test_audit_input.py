@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.errors import BAD
 from tests.audit_command.cases import Case, audit
 from tests.conftest import ROOT
 
@@ -45,6 +46,12 @@ def test_what_was_seen_until_then_is_kept(script: str, status: int, words: tuple
     found = audit("--", *Case(script, "").command)
     assert found.returncode == status
     assert all(word in found.stdout for word in words)
+
+
+def test_an_accusation_is_exit_status_1() -> None:
+    found = audit("--", *Case("single masked", "").command)
+    assert found.returncode == BAD
+    assert "verdict   mean of means" in found.stdout
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.errors import WRONG
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.torch
@@ -66,9 +67,12 @@ def test_a_trainer_saves_on_a_signal_once_and_the_audit_waits(
 
 def test_no_folder_for_records(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "none")}
-    script = "import tempfile; tempfile.tempdir = '/proc/none'; from bench import cli; cli.main(['audit', 'true'])"
+    script = (
+        "import sys, tempfile; tempfile.tempdir = '/proc/none'; from bench import cli; "
+        "sys.exit(cli.main(['audit', 'true']))"
+    )
     found = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True
     )
-    assert found.returncode == 0 or "TMPDIR" in found.stderr
+    assert found.returncode == WRONG
     assert "TMPDIR" in found.stderr and "Traceback" not in found.stderr

@@ -380,8 +380,10 @@ def limited(room_bytes: int = ROOM_BYTES) -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + room_bytes, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @pytest.fixture(scope="module")

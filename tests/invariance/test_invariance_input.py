@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.audit.invariance.splits import splits
-from bench.errors import InputError
+from bench.errors import BAD, InputError
 from tests.invariance.cases import ROOT
 
 SCRIPT = Path(__file__).parent / "scripts/train_state.py"
@@ -106,6 +106,13 @@ def test_commands_that_fail(
     found = invariance(*arguments[:place], sys.executable, *arguments[place:], cwd=tmp_path)
     assert found.returncode == status
     assert words in found.stderr and "Traceback" not in found.stderr
+
+
+@pytest.mark.torch
+def test_a_difference_is_exit_status_1(tmp_path: Path) -> None:
+    found = invariance(*VARY, "--", sys.executable, str(SCRIPT), "plain-undivided", cwd=tmp_path)
+    assert found.returncode == BAD, found.stderr[-2000:]
+    assert "gradient differs" in found.stdout
 
 
 @pytest.mark.torch

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from bench.backends.base import EXTRA_BACKENDS, Backend, registry
 from bench.backends.deepspeed import DeepSpeedZero3Eager
@@ -70,6 +69,7 @@ def test_the_layout_of_the_tiny_model_is_that_of_the_built_one(tied: bool) -> No
     assert all(p.grad is None for p in model.parameters()), "recording leaves no gradients"
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("name", SIZES)
 def test_names_and_shapes_are_those_of_the_built_model(name: str) -> None:
     import torch
@@ -313,7 +313,10 @@ def test_a_trial_is_held_against_the_settings_that_it_had() -> None:
     )
 
 
+@pytest.mark.torch
 def test_what_zero3_gathers_for_a_module_that_reads_a_parameter_of_another_has_no_formula() -> None:
+    import torch
+
     class Reads(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -231,7 +231,7 @@ class TestCompare:
             assert "2 of 14 trials failed" in found.detail
 
     @given(st.floats(0.85, 1.15), st.integers(0, 50), st.floats(0.001, 0.08))
-    @settings(deadline=None, max_examples=40)
+    @settings(max_examples=40)
     def test_from_the_other_side(self, by: float, seed: int, noise: float) -> None:
         a, b = (
             CellEvidence(label=name, sample=cell(c, 8, seed + i, noise))

@@ -110,7 +110,8 @@ def test_the_rank_of_another_node_has_its_number_among_all(
         target=lead, args=(payload, str(tmp_path), sender)
     )
     first.start()
+    assert receiver.poll(60)
     task = task_of(payload, str(tmp_path), num_nodes=2, node=1, port=receiver.recv())
     found = agent.run(act, task, agent.Rendezvous(task), "fork")
-    first.join()
+    first.join(60)
     assert found == {"failure": "ended with exit code 7", "rank": 1}

@@ -21,7 +21,7 @@ from bench.launch.outcome import Ending
 from bench.launch.watchdog import Watch
 from bench.measure import heartbeat
 from bench.plan.cell import Status
-from tests.conftest import ROOT
+from tests.conftest import ROOT, until
 
 RANK = """
 import ctypes, sys, time
@@ -59,10 +59,11 @@ class Ranks:
             self.processes.append(
                 subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)})
             )
-        while not all(
-            (beat := heartbeat.read(self.folder, r)) and beat.count for r in range(len(behaviours))
-        ):
-            time.sleep(0.02)
+        until(self._have_begun, seconds=60)
+
+    def _have_begun(self) -> bool:
+        beats = [heartbeat.read(self.folder, rank) for rank in range(len(self.processes))]
+        return all(beat is not None and beat.count for beat in beats)
 
     def watch(
         self, timeout_s: float = 3000.0, inactivity_s: float = 0.0
@@ -167,11 +168,11 @@ def test_the_flight_recorder_is_asked_through_its_pipe(
             time.sleep(0.02)
         os.close(number)
 
-    thread = threading.Thread(target=monitor)
+    thread = threading.Thread(target=monitor, daemon=True)
     thread.start()
-    ready.wait()
+    assert ready.wait(60)
     dumps.ask(tmp_path, {})
-    thread.join()
+    thread.join(60)
     assert dumps.flights(tmp_path) == [file]
     assert [path.name for path in dumps.collect(tmp_path, tmp_path / "kept")] == ["flight-rank0"]
     assert (tmp_path / "kept.flight-rank0").read_bytes() == b"what torch writes"

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from bench.errors import GOOD
 from bench.judge.formulas import expect, layout_of
 from bench.launch.launcher import Launcher
 from bench.plan.cell import Device, Status
 from bench.plan.task import Spec
 from bench.report.trace_file import RANK_IDS, write_merged
+from tests.conftest import Command, run_matrix
 from tests.factories import make_cell
 
 BACKENDS = ["lightning-ddp", "ddp-deferred", "fsdp2-eager", "deepspeed-zero2-eager"]
@@ -115,3 +117,15 @@ def test_a_cell_without_steps_here_is_refused() -> None:
         _refuse(make_cell(virtual=True, fake_tensors=True))
     with pytest.raises(InputError, match="several nodes"):
         _refuse(replace(make_cell(world_size=4, global_batch_size=16), ranks_per_node=2))
+
+
+def test_a_cell_of_a_run_is_traced(here: Command, tmp_path: Path) -> None:
+    run = run_matrix(tmp_path, backend=["ddp-deferred"], command=here)
+    assert run.process.returncode == GOOD, run.process.stderr
+    done = here("trace", "run", f"ddp-deferred N={N} W={W} fp32")
+    assert done.returncode == GOOD, done.stderr
+    (path,) = tmp_path.glob("trace-*.json.gz")
+    assert str(path.name) in done.stdout
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    windows = [event["pid"] // RANK_IDS for event in events if event["name"] == "window"]
+    assert sorted(windows) == [0, 1], "one on each rank"

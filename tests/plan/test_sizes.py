@@ -125,6 +125,7 @@ def test_flops_are_those_that_torch_counts(llama: Any) -> None:
     )
 
 
+@pytest.mark.torch
 def test_the_same_weights_for_everyone(llama: Any) -> None:
     import torch
 

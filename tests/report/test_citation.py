@@ -402,6 +402,10 @@ def test_the_commands(
             capsys.readouterr().out
             == getattr(cite(data, id_of(data, "slow"), id_of(data, "base")), form) + "\n"
         )
+    (copy / "plots").mkdir(exist_ok=True)
+    (copy / "plots" / "step_time.png").touch()
+    assert cli.main(["cite", str(copy), "--plot", "step_time", "--format", "text"]) == 0
+    assert capsys.readouterr().out == cite_plot(data.pool, "step_time").text + "\n"
     (copy / "paper.txt").write_text(everything)
     assert cli.main(["check", str(copy), "--citation", str(copy / "paper.txt")]) == 0
     assert "it matches the data" in capsys.readouterr().out

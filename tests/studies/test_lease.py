@@ -201,6 +201,7 @@ def test_steps_are_chosen_by_name() -> None:
 def test_a_machine_without_a_gpu_or_a_package_is_told_in_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     assert lease.main(["60", "--folder", str(tmp_path / "a"), "--out", str(tmp_path / "b")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert (

@@ -60,7 +60,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     few=st.integers(1, 40),
     more=st.integers(0, 40),

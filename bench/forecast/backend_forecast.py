@@ -1,4 +1,4 @@
-"""What is predicted of each backend: the rows of the table and of the JSON of ``predict``."""
+"""What is predicted of each backend, for the table and the JSON of ``predict``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.forecast.choice import Choices, Question, Rates
+from bench.forecast.choice import Choices, Question, StepRates
 from bench.forecast.prediction import (
     Prediction,
     TimeEstimate,
@@ -27,7 +27,7 @@ class Sent(Collective):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class Standing:
     """What a backend is among those that were asked for."""
 
     recommended: bool
@@ -51,7 +51,7 @@ class Levels:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class BackendForecast:
     """One backend, as an answer to a question. What is None is unknown."""
 
     prediction: Prediction
@@ -69,8 +69,8 @@ class Row:
     levels: Levels | None = None
     communication_s: float | None = None
     step: TimeEstimate | None = None
-    rates: Rates | None = None
-    place: Place | None = None
+    rates: StepRates | None = None
+    standing: Standing | None = None
     """None if times are not estimated."""
 
     @property
@@ -100,7 +100,7 @@ class Row:
 
 def answer(
     question: Question, backends: Sequence[str], *, grouped: bool
-) -> tuple[list[Row], Choices]:
+) -> tuple[list[BackendForecast], Choices]:
     """The predictions, one per backend, and what is the best.
 
     ``grouped``: wrappers that equal a mechanism are not considered beside it. Nothing is the best
@@ -115,17 +115,17 @@ def answer(
         choices = question.table([p for p in predictions if p.name not in equal])
     rows = []
     for prediction in predictions:
-        row = _row(question, prediction, choices)
+        row = _forecast(question, prediction, choices)
         rows.append(dataclasses.replace(row, equals=equal.get(prediction.name, "")))
     return rows, choices
 
 
-def _row(question: Question, prediction: Prediction, choices: Choices) -> Row:
-    place = None
+def _forecast(question: Question, prediction: Prediction, choices: Choices) -> BackendForecast:
+    standing = None
     if choices:
-        place = _place(choices, prediction)
+        standing = _standing(choices, prediction)
     if prediction.is_missing:
-        return Row(prediction=prediction, place=place)
+        return BackendForecast(prediction=prediction, standing=standing)
     fits = may_fit = communication_s = levels = step = rates = None
     if question.memory_bytes is not None:
         fits, may_fit = question.fits(prediction), question.may_fit(prediction)
@@ -135,7 +135,7 @@ def _row(question: Question, prediction: Prediction, choices: Choices) -> Row:
     if choices and not prediction.offloads:
         step = question.step(prediction)
         rates = question.rates(prediction.cell, step)
-    return Row(
+    return BackendForecast(
         prediction=prediction,
         fits=fits,
         may_fit=may_fit,
@@ -144,11 +144,11 @@ def _row(question: Question, prediction: Prediction, choices: Choices) -> Row:
         communication_s=communication_s,
         step=step,
         rates=rates,
-        place=place,
+        standing=standing,
     )
 
 
-def _place(choices: Choices, prediction: Prediction) -> Place:
+def _standing(choices: Choices, prediction: Prediction) -> Standing:
     name = prediction.name
     here = choices[prediction.cell.accumulate, prediction.cell.world_size]
     best_at = []
@@ -156,7 +156,7 @@ def _place(choices: Choices, prediction: Prediction) -> Place:
         if not choice.rivals and name in (choice.best, *choice.equal):
             best_at.append(at)
     is_recommended = name in (here.best, *here.equal)
-    return Place(
+    return Standing(
         recommended=is_recommended,
         best=is_recommended and not here.rivals,
         may_be_fastest=name in here.rivals,
@@ -195,7 +195,7 @@ UNKNOWN = (
 """The keys of the JSON that may be null."""
 
 
-def row_json(question: Question, row: Row) -> dict[str, Any]:
+def forecast_json(question: Question, row: BackendForecast) -> dict[str, Any]:
     """A row as plain values, null where nothing is known.
 
     The keys:
@@ -219,7 +219,7 @@ def row_json(question: Question, row: Row) -> dict[str, Any]:
     - ``communication_s``, ``compute_s``, ``overlapped_s``, ``serial_s``: see
       bench.forecast.prediction; ``tokens_per_s`` and ``mfu``: of a rank, in a serial and in an
       overlapped step;
-    - ``recommended``, ``best``, ``may_be_fastest``, ``best_at``: see Place.
+    - ``recommended``, ``best``, ``may_be_fastest``, ``best_at``: see Standing.
     """
     prediction = row.prediction
     values: dict[str, Any] = {
@@ -238,8 +238,8 @@ def row_json(question: Question, row: Row) -> dict[str, Any]:
         "compute_s": question.compute_s,
         **dict.fromkeys(UNKNOWN),
     }
-    if row.place is not None:
-        values |= dataclasses.asdict(row.place)
+    if row.standing is not None:
+        values |= dataclasses.asdict(row.standing)
     if prediction.is_missing:
         return values
     values |= {
