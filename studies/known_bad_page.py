@@ -27,16 +27,17 @@ PACKAGES = {
 }
 INTRODUCTION = """# Known-bad versions
 
-Versions of frameworks that accumulate gradients otherwise than their settings say. Each defect was measured on the \
+Versions of frameworks in which accumulation does something else than it seems to. Each defect was measured on the \
 CPU over gloo with a small program without the bench: its *reproducer*. `doctor` compares what is installed with \
 this list, `lint` a config of DeepSpeed, and `audit` what a training uses.
 
 Unless an entry says otherwise, training goes on without an error, while updates are wrong by the rule of \
-[semantics](semantics.md), at each N >= 2. Weights are those of four micro-batches; 1/4 each is right unless an entry \
-says otherwise. A range begins at the oldest bad version that was measured. It ends where a version was measured to be \
-right or its source was read: upgrade, or do what stands after *Else*. `<=`, and `<2.14` of torch, end at the newest \
-version that was measured, and later ones may be bad too. Written from \
-[advisories.toml](../bench/audit/advisories.toml), which has each cause, and each measured version with \
+[semantics](semantics.md), at each N >= 2. *Stops or misinforms*: no update is wrong, but training stops or a number \
+is wrong. *To know*: a default or a rule that is documented. Weights are those of four micro-batches; 1/4 each is \
+right unless an entry says otherwise. A range begins at the oldest bad version that was measured or whose source was \
+read. It ends where a version was measured to be right or its source was read: upgrade, or do what stands after \
+*Else*. `<=`, and `<2.14` of torch, end at the newest version that was measured, and later ones may be bad too. \
+Written from [advisories.toml](../bench/audit/advisories.toml), which has each cause, and each measured version with \
 its result and date.
 """
 SEVERAL = {"accumulate": Wanted(least=2)}

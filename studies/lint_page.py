@@ -302,13 +302,13 @@ def page(data: dict[str, Any], judged: dict[str, Any]) -> str:
             "was not measured.",
             "",
             *markdown_table(
-                ("repositories", "number", "files", "with findings", "right"),
+                ("repositories", "number", "files", "repositories with findings", "right"),
                 sets,
                 range(1, 5),
             ),
             "Rules were changed until they were right in the known ones; copies of these count as known too. So only "
-            "first readings are an estimate. What an older linter read was not read again, "
-            "and none of these files since 2026-11-30, when rules were corrected after a review of their code. "
+            "first readings are an estimate. Counts are of the linter of each reading, not of the present rules: these "
+            "were corrected on 2026-11-30 after a review of their code, and no file was linted again since. "
             f"[Each repository](../{REPOSITORIES}) has its commit and findings.",
             "",
             "## First readings",

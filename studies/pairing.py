@@ -26,12 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scipy.stats import pearsonr
+from scipy import stats
 
 from bench.judge.statistics import MIN_TRIALS, Interval, Sample, ratio
 from bench.launch.launcher import Launcher
 from bench.plan.cell import Cell, Device, Status
 from bench.plan.task import Spec
+from bench.run import machine as surroundings
 from bench.run.trial_record import merge_ranks
 from studies import ROOT
 from studies.overhead import in_turn
@@ -137,7 +138,8 @@ def section() -> list[str]:
     """What was found, in Markdown."""
     found = json.loads(RESULTS.read_text(encoding="utf-8"))
     blocks = ", ".join(f"{len(_of('apart', found[machine]))} {machine}" for machine in MACHINES)
-    gains = [_gain("turns", found[machine]) for machine in MACHINES]
+    gains = [_gains("turns", found[machine]) for machine in MACHINES]
+    idle_blocks = len(_of("turns", found["idle"]))
     idle, busy = (
         interval([each["ratios"]["fsdp2-deferred"] for each in _of("turns", found[machine])])
         for machine in MACHINES
@@ -145,7 +147,7 @@ def section() -> list[str]:
     apart, turns = (
         statistics.mean(each["seconds"] for each in _of(design, found["idle"])) for design in TIMED
     )
-    noise = gains[0] * math.sqrt(apart / turns)
+    noise = statistics.geometric_mean(gains[0]) * math.sqrt(apart / turns)
     slowed = ratio(
         *(
             Sample([each["baseline_s"] for each in _of(design, found["idle"])])
@@ -159,14 +161,16 @@ def section() -> list[str]:
         "## Cells in turn",
         "",
         f"Apart, each cell trains by itself, as in a run. In turns, it and the baseline's (`{BASELINE}`) train window "
-        f"by window in two process groups that swap halfway. Two cores, N = 2; blocks in either design: {blocks} "
+        f"by window in two process groups that swap halfway. {found['cpu']}, {found['cores']} cores, N = 2; blocks in "
+        f"either design: {blocks} "
         "([pairing.json](pairing.json)). The spread is the standard deviation of a block's log ratio times the root "
         "of its seconds, so it counts what a block costs.",
         "",
-        f"In turns the spread is {gains[0]:.2f} times as large as apart on the idle machine, and {gains[1]:.2f} times "
-        "beside two programs that never wait (geometric means over cells). Idle, the standard deviation is "
-        f"{noise:.2f} times as large, but a block takes {turns:.0f} s instead of {apart:.0f} s, in part to start "
-        "second process groups.",
+        f"By cell, the spread in turns is {_range(gains[0])} times that apart on the idle machine, and "
+        f"{_range(gains[1])} beside two programs that never wait. Were ratios normal, the interval of one cell's would "
+        f"span a factor of {_factor(idle_blocks):.1f} either way. Idle, the standard deviation is {noise:.2f} times as "
+        f"large (geometric mean), but a block takes {turns:.0f} s instead of {apart:.0f} s, in part to start second "
+        "process groups.",
         "",
         f"Load changes the ratio itself: in turns, `fsdp2-deferred` takes {busy.ratio:.2f} ({_ends(busy)}) times the "
         f"step of `{BASELINE}` beside these programs, and {idle.ratio:.2f} ({_ends(idle)}) without them. So cells are "
@@ -193,17 +197,27 @@ def _spreads(blocks: Sequence[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def _gain(design: str, blocks: Sequence[dict[str, Any]]) -> float:
-    """The spread of a design relative to that of cells apart, over all cells."""
+def _gains(design: str, blocks: Sequence[dict[str, Any]]) -> list[float]:
+    """The spread of a design relative to that of cells apart, of each cell."""
     ours, apart = (_spreads(_of(name, blocks)) for name in (design, "apart"))
-    return statistics.geometric_mean(ours[name] / apart[name] for name in ours)
+    return [ours[name] / apart[name] for name in ours]
+
+
+def _range(gains: Sequence[float]) -> str:
+    mean = statistics.geometric_mean(gains)
+    return f"{min(gains):.2f} to {max(gains):.2f} (geometric mean {mean:.2f})"
+
+
+def _factor(blocks: int) -> float:
+    """By which two standard deviations of so many normal values differ in 95 of 100 cases, at most."""
+    return math.sqrt(float(stats.f.ppf(0.975, blocks - 1, blocks - 1)))
 
 
 def _starts(seconds: Sequence[float], products: Sequence[float]) -> list[str]:
     """Whether two starts of a cell differ by more than the machine does while nothing starts."""
     steps, machine = ([math.log(value) for value in values] for values in (seconds, products))
     around = [statistics.mean(pair) for pair in itertools.pairwise(machine)]
-    found = pearsonr(steps, around)
+    found = stats.pearsonr(steps, around)
     return [
         f"Two starts of a cell differ: in another run, the step of `{BASELINE}`, started {len(steps)} times alone on "
         f"the idle machine (median {statistics.median(seconds):.4f} s), has a standard deviation of "
@@ -268,7 +282,8 @@ def main() -> int:
         "--twins", type=int, default=100, metavar="N", help="trials of the cell with itself"
     )
     arguments = parser.parse_args()
-    found: dict[str, object] = {}
+    about = surroundings.machine()
+    found: dict[str, object] = {"cpu": about["cpu"], "cores": about["cores"]}
     with Launcher(Device.CPU) as launcher, tempfile.TemporaryDirectory() as scratch:
         for machine, busy in MACHINES.items():
             others = [

@@ -386,10 +386,10 @@ def misses(found: pd.DataFrame) -> list[str]:
     ):
         if bad := [row for row in rows if not met(row[column])]:
             rates = [row[column] for row in bad]
-            names = ", ".join(f"{row['runs']} {row['way']}" for row in bad)
+            names = ", ".join(f"{row['runs']} runs ({row['way']})" for row in bad)
             shown = [f"{100 * rate:.1f}" for rate in (min(rates), max(rates))]
             ends = " to ".join(dict.fromkeys(shown))
-            told.append(f"{ends} % {words} (target {target}): {names} runs.")
+            told.append(f"{ends} % {words}, for pools of {names}; the target is {target}.")
     return told
 
 

@@ -78,7 +78,8 @@ sum: wrong and, of FSDP2, [known bad](known-bad.md#torch-fsdp2-zero-grad). Under
 could only be called between two windows.
 
 On a CPU, `deepspeed-zero3-deferred`, with offload or without, cannot continue after `zero_grad`, since DeepSpeed \
-marks the open gradients as used by a stream. On CUDA they are cleared ([GPUs](gpu.md#semantics))."""
+marks the open gradients as used by a stream. Over the stub of CUDA they are cleared ([GPUs](gpu.md#semantics)); no \
+GPU has run it."""
 
 
 @dataclass(frozen=True, slots=True)

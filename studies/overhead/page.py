@@ -160,8 +160,8 @@ def _since(last: Mapping[str, Any], ratios: Sequence[float]) -> str:
     then = last.get("fixed", last)
     return (
         f"The last column compares with {then['date'][:10]}, commit {then['git']['commit'][:12]}, on another day and "
-        f"perhaps another machine: only what is far from its median, {digits(statistics.median(ratios))}, may be the "
-        "code's."
+        f"perhaps another machine. Its median is {digits(statistics.median(ratios))}: only a row that is far from that "
+        "may be due to a change of the code."
     )
 
 

@@ -136,7 +136,8 @@ def weights_table(rows: Sequence[Row], cases: Sequence[str], engine: Collection[
     if same := sum(row in engine for row in rows):
         notes.insert(
             0,
-            f"With {same} of the engine's {len(engine)} versions of DeepSpeed the weights are as in its table.",
+            f"With {same} of the {len(engine)} versions of DeepSpeed in the engine's table, the weights are those of "
+            "that table.",
         )
     return [*lines, *(line for note in notes for line in (note, ""))]
 

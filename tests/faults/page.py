@@ -60,7 +60,7 @@ SECTIONS = {
     "attacks": (
         "### Attacks that were tried\n\n"
         "What a stranger's folder, a stranger on the network, or an accident can do. "
-        "[reliability.json](reliability.json) has what has to come of each, and what came of it in version 1.1.0.",
+        "[reliability.json](reliability.json) says what each must lead to, and what it led to in 1.1.0.",
         ("what is tried", "tests passed"),
     ),
     "null": (
