@@ -132,7 +132,21 @@ SLOW = (
     Case(
         "ddp underweight", "partial window", about="a last window of 2 micro-batches, divided by 4"
     ),
-    Case("ddp unreduced", "not reduced", about="no DDP at all"),
+    Case(
+        "ddp unreduced", IN_PART, "not reduced", "no DDP at all, as before parameters are averaged"
+    ),
+    Case(
+        "ddp ensemble",
+        IN_PART,
+        "not judged",
+        "a model for each rank, with LayerNorms that begin the same",
+    ),
+    Case(
+        "ddp expert",
+        IN_PART,
+        "not reduced",
+        "DDP ignores a parameter that is marked as an expert's",
+    ),
     Case(
         "ddp unsynchronized",
         IN_PART,
@@ -273,6 +287,17 @@ SLOW = (
         "the head's gradient is made smaller on purpose",
     ),
     Case("kinds head-uncleared", "not cleared", about="zero_grad of the encoder alone"),
+    Case("kinds adversarial", IN_PART, "discarded", "backwards that attack the input"),
+    Case("kinds clip-samples", IN_PART, "not judged", "the gradient of each sample is clipped"),
+    Case(
+        "kinds clip-samples-zeroed", IN_PART, "not judged", "the same, with zeros instead of None"
+    ),
+    Case("kinds meta-tasks", IN_PART, "scale", "a sum over tasks, as MAML has it"),
+    Case("kinds branches", IN_PART, "scale", "an undivided loss with a backward in two branches"),
+    Case("kinds lengths-squares", IN_PART, "mean of means", "squares of 2 to 20 rows"),
+    Case("kinds later", IN_PART, "not judged", "an optimizer that begins after sampling"),
+    Case("kinds deleted", RIGHT, about="a model that is deleted after training is gone"),
+    Case("accelerate fsdp2", RIGHT, "not sharded", "FSDP2's plugin on one rank", ranks=1),
     Case("parallel fsdp1", NOT_JUDGED, "not judged"),
     Case("spawn spawn", RIGHT, "eager"),
 )

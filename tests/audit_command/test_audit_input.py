@@ -71,6 +71,13 @@ def test_fewer_ranks_than_asked_for() -> None:
     assert "ranks missing: 1 of 2 ranks" in found.stdout
 
 
+@pytest.mark.parametrize("first", ["import datasets", "importlib.util.find_spec('torch')"])
+def test_who_looks_for_torch_before_it_is_imported_hides_no_training(first: str) -> None:
+    script = f"import importlib.util; {first}; {ISOLATED}"
+    found = audit("--", sys.executable, "-c", script)
+    assert "no update: 1 backward led to no step" in found.stdout, found.stderr
+
+
 def test_a_sitecustomize_of_the_user_runs_too(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('mine')\n")
     found = audit("--", sys.executable, "-c", "print('done')", PYTHONPATH=f"{tmp_path}:{ROOT}")

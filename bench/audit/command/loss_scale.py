@@ -422,7 +422,14 @@ class LossScale:
         It is 1 if each has 1, or all together.
         """
         worst = max(sums, key=lambda total: abs(total - 1))
-        if len(main) == 1 or self._is_one(worst):
+        if len(main) == 1:
+            return worst
+        if self._is_one(worst):
+            if self.usual == len(main):
+                return (
+                    f"each of {len(main)} losses sums to 1, and so would their mean that is not "
+                    "divided by N"
+                )
             return worst
         nodes = set()
         for node, reduction, _ in main:
@@ -443,7 +450,7 @@ class LossScale:
         Then the batch has several losses, each with a right weight.
         """
         lines = weighed.lines(kind)
-        if self._is_one(total) or len(lines) == 1:
+        if self._is_one(total) or len(lines) == 1 or not self._shares_batches(weighed):
             return total
         for line in lines:
             part = weighed.total(kind, line)
@@ -453,6 +460,12 @@ class LossScale:
             if not self._is_one(part):
                 return total
         return 1.0
+
+    def _shares_batches(self, weighed: WeighedUpdate) -> bool:
+        """Whether several backwards have a batch together, as far as that is visible."""
+        if self._ratio is not None:
+            return self._ratio < 1
+        return not has_distinct_data(self._mine[weighed.gradient.update])
 
     def _is_one(self, total: float) -> bool:
         if self.is_low:
@@ -592,6 +605,8 @@ class LossScale:
             kinds.update(weighed.kinds)
         if len(kinds) > 1:
             return "since the loss has several terms"
+        if any(self._mine[number].backwards[-1].inner_gradients for number in wrong):
+            return "since gradients are differentiated, as in a sum over tasks"
         if contrast(chain.from_iterable(update.backwards for update in self._mine)):
             return "since the rows of a batch are contrasted with each other"
         for number in wrong:
@@ -655,11 +670,36 @@ class LossScale:
                 num_exact += 1
             else:
                 uneven.append(counted)
+        rows = self._uneven_rows()
+        if rows and not uneven and not num_exact:
+            yield warning(
+                "mean of means",
+                f"{self.label}micro-batches of an update have from {min(rows)} to {max(rows)} "
+                "rows, and how many terms their loss has is not visible",
+            )
         if uneven:
             yield self._of_uneven(uneven)
         elif num_exact:
             text = f"{self.label}all terms of the loss of an update have the same weight"
             yield good("token-exact", text)
+
+    def _uneven_rows(self) -> set[int]:
+        """Of the micro-batches of an update whose loss is a mean over terms that nothing counts.
+
+        Empty where all have the same number.
+        """
+        for weighed in self.weighed:
+            rows: set[int] = set()
+            for kind in weighed.main:
+                for loss in weighed.of_kind(kind):
+                    rank, number = loss.place
+                    backward = self.updates[rank][weighed.gradient.update].backwards[number]
+                    is_mean = loss.criterion.reduction == "mean" and not loss.criterion.terms
+                    if is_mean and backward.rows is not None:
+                        rows.add(backward.rows)
+            if len(rows) > 1:
+                return rows
+        return set()
 
     def _of_uneven(self, uneven: list[CountedUpdate]) -> Finding:
         """Terms of different weight: whether that is wrong, or may be meant."""

@@ -19,15 +19,19 @@ from bench.audit.command.gradient_weights import (
     replica_groups,
     updates_with,
 )
+from bench.audit.command.inside.records import NOT_SCALAR
 from bench.audit.command.loss_scale import LossScale, at
 from bench.audit.command.recorded_events import RecordedBackward, RecordedRank, Vector
 from bench.audit.command.update_windows import (
     AuditedUpdate,
     added,
+    batches_per_backward,
     changed_leaves,
     counts_of,
+    data_of,
     is_finite,
     kind,
+    micro_batches,
     places_of,
 )
 from bench.findings import Finding, Level, error, good, note, warning
@@ -40,8 +44,12 @@ MOST_ROUNDED = 1e-2
 SAME_VALUES = 1e-5
 """Relative distance of parameters that are the same on two ranks."""
 EQUAL = 0.01
+MANY = 4
+"""Micro-batches whose sum in 16 bits is wrong; the sum of fewer is doubtful."""
 MOST_NAMES = 3
 """Parameters that a finding names."""
+WRAPPERS = {"DistributedDataParallel", "FSDPParam", "DeepSpeedEngine"}
+"""Names of facts: what reduces gradients."""
 SCALED = 0.1
 """How near a ratio of gradients is to the factor of a loss scaler, relative to it."""
 
@@ -84,10 +92,8 @@ class OptimizerAudit:
         """Backwards of most updates."""
         self.backwards = list(_backwards_of(self.mine))
         self._is_clipped_early = any(update.changed_early() for update in self.mine)
-        self.held: set[str] = set()
-        """Dtypes in which gradients are held between backwards."""
-        for backward in self.backwards:
-            self.held.update(backward.held)
+        self.held = self._held_dtypes()
+        """Dtypes in which its gradients are held between backwards."""
         self.gradients: list[ExplainedGradient] = []
         """Where their weights mean something."""
         self.scale: LossScale | None = None
@@ -128,9 +134,36 @@ class OptimizerAudit:
         yield from self._of_clipping()
         yield from self._of_rates()
         yield from self._of_gradients()
+        yield from self._of_low_precision()
+
+    def _held_dtypes(self) -> set[str]:
+        owned: set[int] = set()
+        for update in self.mine:
+            owned.update(update.step.owned)
+        dtypes = set()
+        for backward in self.backwards:
+            for dtype, leaves in backward.held.items():
+                if not owned.isdisjoint(leaves):
+                    dtypes.add(dtype)
+        return dtypes
+
+    def _of_low_precision(self) -> Iterator[Finding]:
+        """Sums in 16 bits: of few, each rounding is no more than that of a gradient itself."""
         low = "/".join(sorted(LOW & self.held))
-        if self.usual > 1 and low and self.gradients:
-            text = f"gradients of {self.usual} micro-batches are summed in {low}"
+        ratio = batches_per_backward(self.mine)
+        counts = []
+        for update in self.mine:
+            count = micro_batches(update, ratio)
+            if count is None:
+                count = update.count
+            counts.append(count)
+        usual = mode(counts)
+        if usual < 2 or not low or not self.gradients:
+            return
+        text = f"gradients of {usual} micro-batches are summed in {low}"
+        if usual < MANY:
+            yield self._say("low precision", text)
+        else:
             yield self._accuse("low precision", text)
 
     def _obstacle(self) -> str:
@@ -386,15 +419,24 @@ class OptimizerAudit:
 
     def _of_alone(self) -> Iterator[Finding]:
         """Ranks whose parameters have the same names and other values, and are whole tensors."""
-        if len(self.updates) < 2 or self.ranks[self.first].parallel:
+        if self.ranks[self.first].parallel:
             return
-        for gradient in self.gradients[:1]:
-            if len(self._with_same_shape(gradient.leaves[0])) > len(gradient.replicas):
-                text = (
-                    "ranks begin with different values of the same parameters: no replicas, or "
-                    "never made equal"
-                )
-                yield self._say("not judged", f"{text}: {names(gradient.leaves)}")
+        unlike = self._unlike()
+        if unlike:
+            text = (
+                "ranks begin with different values of the same parameters: no replicas, or "
+                "never made equal"
+            )
+            yield self._say("not judged", f"{text}: {names(unlike)}")
+
+    def _unlike(self) -> list[str]:
+        """Parameters that begin with different values on ranks where they have one shape."""
+        unlike: dict[str, None] = {}
+        for gradient in self.gradients:
+            for leaf in gradient.leaves:
+                if len(self._with_same_shape(leaf)) > len(gradient.replicas):
+                    unlike[leaf] = None
+        return list(unlike)
 
     def _with_same_shape(self, name: str) -> list[int]:
         """Ranks on which a parameter has the shape that it has on the first one.
@@ -432,13 +474,54 @@ class OptimizerAudit:
             f"of {_ranks_in_words(ranks)} are missing on other ranks in the gradient of {which} "
             f"({share})"
         )
-        lines = places_of(self.backwards)
-        if len(numbers) >= self.usual:
-            text = f"micro-batches {text}: replicas drift apart"
-            yield self._accuse("not reduced", text, *lines)
-        else:
-            text = f"micro-batches {numbers} of {self.usual} {text}: replicas drift apart"
-            yield self._accuse("partly reduced", text, *lines)
+        topic = "not reduced"
+        if len(numbers) < self.usual:
+            topic = "partly reduced"
+            text = f"{numbers} of {self.usual} {text}"
+        why = self._why_ranks_may_differ(missing.leaves)
+        if why:
+            yield self._say(topic, f"micro-batches {text}: right if {why}")
+            return
+        text = f"micro-batches {text}: replicas drift apart"
+        yield self._accuse(topic, text, *places_of(self.backwards))
+
+    def _why_ranks_may_differ(self, leaves: Iterable[str]) -> str:
+        """Why gradients of these need not be reduced; empty if nothing speaks for that."""
+        why = ""
+        if not any(map(self.drifts, leaves)):
+            why = "replicas stay the same, which is not visible"
+        elif self.ranks[self.first].parallel or self._is_in_stages():
+            why = "ranks hold parts of a model"
+        elif self._unlike() or any(map(self._is_own, leaves)):
+            why = "ranks train models of their own"
+        elif self._have_same_data():
+            why = "ranks hold parts of a model, since they are given the same data"
+        elif not self._is_meant_to_reduce():
+            why = "ranks train alone, or average parameters later, as local SGD does"
+        return why
+
+    def _is_meant_to_reduce(self) -> bool:
+        """Whether any gradient is reduced, or a wrapper that does so is there."""
+        return self._are_replicas() or not WRAPPERS.isdisjoint(self.ranks[self.first].facts)
+
+    def _is_in_stages(self) -> bool:
+        """Whether a rank's backwards begin at activations, as those of a pipeline do."""
+        for updates in self.updates.values():
+            if any(NOT_SCALAR in backward.doubts for backward in _backwards_of(updates)):
+                return True
+        return False
+
+    def _have_same_data(self) -> bool:
+        """Whether all ranks have the same inputs at every backward that is sampled."""
+        data = set()
+        for updates in self.updates.values():
+            data.add(tuple(map(data_of, _backwards_of(updates))))
+        return len(data) == 1 and () not in data.pop()
+
+    def _is_own(self, name: str) -> bool:
+        """Whether a framework says that other ranks may have another one under its name."""
+        numbers = self._leaf_numbers(name)
+        return any(self.ranks[rank].leaves[leaf].is_own for rank, leaf in numbers.items())
 
     def _num_updates(self) -> int:
         return len(updates_with(self.gradients))
@@ -496,6 +579,8 @@ class OptimizerAudit:
                 return self._say("discarded", f"{text}: only another optimizer uses them")
             return good("other loss", f"{self.label}{text}: another optimizer uses them")
         why = self._why_discarded(lost, rest)
+        if not why and not _are_micro_batches(lost, rest):
+            why = "they may be no micro-batches, but attacks or probes of the model"
         if not why and len(places) % self.usual == 0 and update.count > self.usual:
             return self._say("skipped", f"{text}, as if an update was skipped")
         if not why and number == 0 and self._only_first(rank):
@@ -697,6 +782,23 @@ class _Missing:
 def _backwards_of(updates: Iterable[AuditedUpdate]) -> Iterator[RecordedBackward]:
     for update in updates:
         yield from update.backwards
+
+
+def _are_micro_batches(lost: list[RecordedBackward], rest: list[RecordedBackward]) -> bool:
+    """Whether all that is lost is certainly such as what is kept.
+
+    It has data of its own, is called where some of these are, and is differentiated by no further
+    inputs, as adversarial training does.
+    """
+    kept_lines, kept_data = places_of(rest), set(map(data_of, rest))
+    inputs = max((backward.untrained for backward in rest), default=0)
+    for backward in lost:
+        data = data_of(backward)
+        if backward.place not in kept_lines or not data or data in kept_data:
+            return False
+        if backward.untrained > inputs:
+            return False
+    return True
 
 
 def _has_error(findings: Iterable[Finding]) -> bool:

@@ -40,6 +40,7 @@ NOT_JUDGED = "not judged"
 UNCLEAR = {
     "clips scaled gradients",
     "discarded",
+    "low precision",
     "mean of means",
     "mixed losses",
     "not cleared",
@@ -47,6 +48,7 @@ UNCLEAR = {
     "not reduced",
     "other N",
     "other weights",
+    "partly reduced",
     "ranks differ",
     "ranks missing",
     "record cut",
@@ -60,6 +62,8 @@ PLUGIN = "FullyShardedDataParallelPlugin"
 SHARDED = {"FSDPParam", "FullyShardedDataParallel"}
 DDP = "DistributedDataParallel"
 """Names of facts."""
+SEVERAL_RANKS = ("FSDP", "MULTI_")
+"""Parts of what Accelerate calls the ways to train on several ranks that the plugin is for."""
 
 
 class TrainingAudit:
@@ -192,12 +196,17 @@ class TrainingAudit:
 
     def _of_facts(self) -> Iterator[Finding]:
         facts = self.first.facts
-        if PLUGIN in facts and SHARDED.isdisjoint(facts):
-            wrapper = "no wrapper at all"
-            if DDP in facts:
-                wrapper = DDP
-            text = f"a {PLUGIN} was given, but no parameter is sharded: {wrapper} trains"
+        if PLUGIN not in facts or not SHARDED.isdisjoint(facts):
+            return
+        wrapper = "no wrapper at all"
+        if DDP in facts:
+            wrapper = DDP
+        text = f"a {PLUGIN} was given, but no parameter is sharded: {wrapper} trains"
+        kind = facts.get("Accelerator", "")
+        if self.first.world > 1 and any(name in kind for name in SEVERAL_RANKS):
             yield error("not sharded", text)
+        else:
+            yield note("not sharded", f"{text}, on {plural(self.first.world, 'rank')}")
 
     # Ranks that take no part
 
@@ -293,6 +302,7 @@ class TrainingAudit:
             yield warning(
                 "no update", f"{plural(count, 'micro-batch')} at the end led to no update"
             )
+        yield from self._of_later_optimizers()
         for optimizer in self.optimizers:
             usual = _usual_distance(optimizer)
             step = self._other_length(optimizer.number, usual)
@@ -300,6 +310,24 @@ class TrainingAudit:
                 text = f"update {step.update} has {step.backwards} backwards, others have {usual}"
                 advice = f"--updates {step.update} would sample it"
                 yield warning("not sampled", f"{optimizer.label}{text}; {advice}")
+
+    def _of_later_optimizers(self) -> Iterator[Finding]:
+        """Those that made their first step when sampling had ended."""
+        sampled, later = set(), {}
+        for step in self.first.steps:
+            if step.is_sampled:
+                sampled.add(step.optimizer)
+            else:
+                later[step.optimizer] = step.name
+        for number, name in later.items():
+            if number in sampled:
+                continue
+            count = self.num_updates(number)
+            made = "made updates"
+            if count is not None:
+                made = f"made {plural(count, 'update')}"
+            text = f"a further {name} {made} after sampling had ended"
+            yield warning("not judged", f"{text}; a larger --updates samples some")
 
     def _other_length(self, optimizer: int, usual: int) -> RecordedStep | None:
         """The first step that is not sampled of a window of another length."""

@@ -27,6 +27,8 @@ from bench.audit.command.recorded_events import (
 
 CHANGED = 1.0001
 """A gradient that is divided by more is changed by clipping."""
+SAME = 1e-3
+"""Relative distance of gradients that are the same."""
 WHOLE = 0.05
 """Largest distance of the backwards per batch from a whole number."""
 
@@ -67,20 +69,56 @@ class AuditedUpdate:
 
     def changed_early(self) -> list[int]:
         """Leaves whose gradient was changed by clipping before a later backward added to it."""
-        leaves = set()
-        for place, clip in self.clips:
-            for leaf in changed_leaves(clip):
-                if is_added(self.backwards[place:], leaf):
-                    leaves.add(leaf)
+        leaves: set[int] = set()
+        for number in range(len(self.clips)):
+            leaves.update(self._changed_early_by(number))
         return sorted(leaves)
 
     def early_clip(self) -> RecordedClipping:
         """The first that changed a gradient before a later backward added to it."""
-        for place, clip in self.clips:
-            for leaf in changed_leaves(clip):
-                if is_added(self.backwards[place:], leaf):
-                    return clip
+        for number, (_, clip) in enumerate(self.clips):
+            if self._changed_early_by(number):
+                return clip
         raise LookupError("no gradient was changed before the last backward")
+
+    def _changed_early_by(self, number: int) -> list[int]:
+        """The same of one clipping.
+
+        None where the clipped gradient was put away before more was added, as DP-SGD does with
+        that of each sample.
+        """
+        place, clip = self.clips[number]
+        if self._is_put_away(number):
+            return []
+        leaves = []
+        for leaf in changed_leaves(clip):
+            later = self._first_to_add(place, leaf)
+            if later is None:
+                continue
+            if not any(leaf in each.cleared for each in self.backwards[place : later + 1]):
+                leaves.append(leaf)
+        return leaves
+
+    def _first_to_add(self, place: int, leaf: int) -> int | None:
+        """The first backward from a place on that adds to a leaf."""
+        for number in range(place, self.count):
+            if added(self.backwards[number], leaf) is not None:
+                return number
+        return None
+
+    def _is_put_away(self, number: int) -> bool:
+        """Whether the next clipping finds what was added since this one, and nothing from before."""
+        if number + 1 == len(self.clips):
+            return False
+        (place, _), (next_place, following) = self.clips[number], self.clips[number + 1]
+        before, since = following.before, np.zeros(1)
+        for backward in self.backwards[place:next_place]:
+            values = added(backward, following.before_leaf)
+            if values is not None:
+                since = since + values
+        if before is None or before.shape != since.shape:
+            return False
+        return bool(np.allclose(before, since, rtol=SAME, atol=0, equal_nan=True))
 
     def places(self) -> set[str]:
         """File and line of its backwards."""
@@ -126,11 +164,6 @@ def added(backward: RecordedBackward, leaf: int) -> Vector | None:
     if leaf < len(backward.added):
         return backward.added[leaf]
     return None
-
-
-def is_added(backwards: Iterable[RecordedBackward], leaf: int) -> bool:
-    """Whether one of these adds to a leaf."""
-    return any(added(backward, leaf) is not None for backward in backwards)
 
 
 def reached_leaves(backward: RecordedBackward) -> set[int]:
@@ -282,11 +315,12 @@ def micro_batches(update: AuditedUpdate, ratio: float | None) -> int | None:
     return different.pop()
 
 
+def data_of(backward: RecordedBackward) -> tuple[bytes, ...]:
+    """What tells its inputs from others; empty if they are not visible."""
+    return tuple(values.tobytes() for values in backward.data)
+
+
 def has_distinct_data(update: AuditedUpdate) -> bool:
     """Whether each backward has other inputs than the rest."""
-    seen = set()
-    for backward in update.backwards:
-        if not backward.data:
-            return False
-        seen.add(tuple(values.tobytes() for values in backward.data))
-    return len(seen) == len(update.backwards)
+    seen = set(map(data_of, update.backwards))
+    return () not in seen and len(seen) == len(update.backwards)

@@ -529,18 +529,25 @@ def _begins_alike(first: SplitRun, other: SplitRun) -> bool:
 
 def _excuses(first: SplitRun, other: SplitRun) -> Iterator[str]:
     """What may rightly depend on how a batch is split."""
-    count, has_dropout, draws, quantizes = 0, False, False, False
+    count, has_dropout, draws, quantizes, normalizes = 0, False, False, False, False
+    moving: set[str] = set()
     for trainer in (*first.trainers(), *other.trainers()):
         count = max(count, trainer.batch_norms)
+        moving.update(trainer.moving)
         has_dropout = has_dropout or trainer.dropouts > 0
     micro_batches = [*first.micro_batches(), *other.micro_batches()]
     for micro_batch in micro_batches:
         has_dropout = has_dropout or micro_batch.dropout
         draws = draws or micro_batch.drew
         quantizes = quantizes or micro_batch.quantizes
+        normalizes = normalizes or micro_batch.normalizes
     if count:
         modules = plural(count, "BatchNorm module")
         yield f"{modules} in training mode normalize each micro-batch by itself"
+    elif normalizes:
+        yield "a batch norm in training mode normalizes each micro-batch by itself"
+    for kind in sorted(moving):
+        yield f"{kind} moves at each forward"
     if has_dropout:
         yield "dropout draws other numbers for each micro-batch: set it to 0"
     elif draws:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 UNITS = {
     "float64": 2.0**-53,
     "float32": 2.0**-24,
+    "tfloat32": 2.0**-11,
     "float16": 2.0**-11,
     "bfloat16": 2.0**-8,
     "float8_e4m3fn": 2.0**-4,
@@ -21,7 +22,8 @@ UNITS = {
     "float8_e5m2": 2.0**-3,
     "float8_e5m2fnuz": 2.0**-3,
 }
-"""Unit roundoff: half of the gap between 1 and the next number."""
+"""Unit roundoff: half of the gap between 1 and the next number. TF32 is no dtype of tensors: factors
+of products are rounded to it."""
 TERMS = 2**21
 """Terms of the longest sums, which are added in fp32."""
 LAYERS = 100

@@ -14,16 +14,23 @@ from torch.utils.data import DataLoader, DistributedSampler
 variant = sys.argv[1]
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
-torch.manual_seed(0 if variant != "unsynchronized" else rank)
+torch.manual_seed(0 if variant not in ("unsynchronized", "ensemble") else rank)
 model = SmallLM()
+if variant == "ensemble":  # whose members have some values that are the same, those of a norm
+    model.head = torch.nn.Sequential(torch.nn.LayerNorm(model.head.in_features), model.head)
 if variant == "bf16":
     model = model.to(torch.bfloat16)
 if variant == "sparse":
     model.embedding.sparse = True
 if variant == "compile":
     model = torch.compile(model)
-unwrapped = variant in ("unreduced", "manual", "manual-sum", "unsynchronized", "average-parameters")
-if variant == "ignored":
+unwrapped = variant in (
+    *("unreduced", "manual", "manual-sum"),
+    *("unsynchronized", "ensemble", "average-parameters"),
+)
+if variant == "expert":
+    model.head.bias.allreduce = False
+if variant in ("ignored", "expert"):
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["head.bias"])
 if variant == "loss-inside":
     forward = model.forward

@@ -1,6 +1,8 @@
 """What looks like one window, and is several; and the opposite: train_kinds.py VARIANT, on one process."""
 
+import gc
 import sys
+import weakref
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,8 @@ def loss_of(rows=6):
     x, y = batch(rows)
     if variant == "sequences":
         return F.cross_entropy(net(x.unsqueeze(0)).squeeze(0), y)
+    if variant == "lengths-squares":
+        return F.mse_loss(net(x), F.one_hot(y, 10).float())
     return F.cross_entropy(net(x), y)
 
 
@@ -96,7 +100,7 @@ def loop():  # noqa: PLR0912 - a script has all of its variants in one place
             F.cross_entropy(scores, y).backward()
         else:
             lengths = (6,) * ACCUMULATE
-            if variant in ("lengths", "sequences"):
+            if variant.startswith("lengths") or variant == "sequences":
                 lengths = (2, 20, 5, 9)
             scaler.scale(loss_of(lengths[i % ACCUMULATE]) / ACCUMULATE).backward()
         if variant == "second-loss":
@@ -123,6 +127,92 @@ def loop():  # noqa: PLR0912 - a script has all of its variants in one place
             (encoder if variant == "head-uncleared" else net).zero_grad()
 
 
+def adversarial():
+    """Attacks the input by three backwards that reach the model too, and trains on the result."""
+    for _ in range(8):
+        x, y = batch()
+        delta = torch.zeros_like(x, requires_grad=True)
+        for _ in range(3):
+            F.cross_entropy(net(x + delta), y).backward()
+            delta.data += 0.1 * delta.grad.sign()
+            delta.grad.zero_()
+        optimizer.zero_grad()
+        F.cross_entropy(net(x + delta.detach()), y).backward()
+        optimizer.step()
+
+
+def clip_samples():
+    """DP-SGD by hand: the gradient of each sample is clipped and put away."""
+    for _ in range(8):
+        total = [torch.zeros_like(parameter) for parameter in parameters]
+        for _ in range(ACCUMULATE):
+            loss_of(1).backward()
+            nn.utils.clip_grad_norm_(parameters, 0.01)
+            for put_away, parameter in zip(total, parameters, strict=True):
+                put_away += parameter.grad
+            net.zero_grad(set_to_none=variant == "clip-samples")
+        for put_away, parameter in zip(total, parameters, strict=True):
+            parameter.grad = put_away / ACCUMULATE
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def meta_tasks():
+    """The sum over tasks of the loss after a step on each, as MAML has it."""
+    for _ in range(8):
+        for _ in range(ACCUMULATE):
+            inner = torch.autograd.grad(loss_of(), parameters, create_graph=True)
+            names = [name for name, _ in net.named_parameters()]
+            moved = [
+                parameter - 0.1 * step for parameter, step in zip(parameters, inner, strict=True)
+            ]
+            x, y = batch()
+            scores = torch.func.functional_call(net, dict(zip(names, moved, strict=True)), (x,))
+            F.cross_entropy(scores, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def branches():
+    """Two micro-batches with a backward in each branch, and a loss that is not divided."""
+    for i in range(16):
+        if i % 2 == 0:
+            loss_of().backward()
+        else:
+            loss_of().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def later():
+    """A second optimizer begins when the first has made all updates that are sampled."""
+    for _ in range(12):
+        loss_of().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    second = torch.optim.Adam(parameters)
+    for i in range(48):
+        loss_of().backward()
+        if i % ACCUMULATE == ACCUMULATE - 1:
+            second.step()
+            second.zero_grad()
+
+
+def deleted():
+    """Fails unless a model that is deleted after training is gone."""
+    model = nn.Linear(12, 10)
+    trainer = torch.optim.SGD(model.parameters(), 0.05)
+    for _ in range(12):
+        x, y = batch()
+        F.cross_entropy(model(x), y).backward()
+        trainer.step()
+        trainer.zero_grad()
+    held = weakref.ref(model)
+    del model, trainer
+    gc.collect()
+    assert held() is None
+
+
 def one_cycle():
     """The schedule steps once per update, and its length is the number of micro-batches."""
     data = torch.utils.data.TensorDataset(*batch(48))
@@ -141,8 +231,20 @@ if variant.startswith("two-optimizers"):
     two_optimizers()
 elif variant.startswith("cached"):
     cached()
+elif variant.startswith("clip-samples"):
+    clip_samples()
 elif variant == "one-cycle":
     one_cycle()
+elif variant == "adversarial":
+    adversarial()
+elif variant == "meta-tasks":
+    meta_tasks()
+elif variant == "branches":
+    branches()
+elif variant == "later":
+    later()
+elif variant == "deleted":
+    deleted()
 elif variant == "sharpness-aware":
     sharpness_aware()
 else:

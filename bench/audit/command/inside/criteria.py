@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .autograd_nodes import inner_scalars, is_at_hand
 from .graph_survey import plain
+from .leaf_probes import Guard
 from .records import Criterion
 
 MOST_NODES = 200
@@ -29,8 +30,8 @@ Seeds = Tuple[Optional[Tensor], ...]  # noqa: UP006, UP045 - older Pythons
 """The gradients that arrive at a node."""
 
 
-def watch(roots: Sequence[Tensor], handles: list[RemovableHandle]) -> list[LossPart]:
-    """The criteria of a loss; ``handles`` gets their hooks.
+def watch(roots: Sequence[Tensor], handles: list[RemovableHandle], guard: Guard) -> list[LossPart]:
+    """The criteria of a loss; ``handles`` gets their hooks, which ``guard`` calls.
 
     Everything between the loss and a criterion multiplies and adds scalars, so the gradient that
     arrives at its node (``seed``, filled in by a hook during the backward) is the factor of its
@@ -49,27 +50,27 @@ def watch(roots: Sequence[Tensor], handles: list[RemovableHandle]) -> list[LossP
         if scalars:
             stack += scalars
         else:
-            found.append(_watched(node, handles))
+            found.append(_watched(node, handles, guard))
     return found
 
 
-def watch_scalar(node: Node, handles: list[RemovableHandle]) -> LossPart:
+def watch_scalar(node: Node, handles: list[RemovableHandle], guard: Guard) -> LossPart:
     """A loss whose gradient a function makes; its factor is what arrives at its node."""
     entry: LossPart = Criterion(node.name(), None)
-    handles.append(node.register_prehook(functools.partial(_read_seed, entry)))
+    handles.append(node.register_prehook(functools.partial(guard, _read_seed, entry)))
     return entry
 
 
-def _watched(node: Node, handles: list[RemovableHandle]) -> LossPart:
+def _watched(node: Node, handles: list[RemovableHandle], guard: Guard) -> LossPart:
     entry = _entry(node)
     if not entry.is_named:
         inner = _criterion_of_terms(node)
         if inner is not None:
             entry = _entry(inner)
             entry.reduction = "terms"
-            handles.append(inner.register_prehook(functools.partial(_read_terms, entry)))
+            handles.append(inner.register_prehook(functools.partial(guard, _read_terms, entry)))
             return entry
-    handles.append(node.register_prehook(functools.partial(_read_seed, entry)))
+    handles.append(node.register_prehook(functools.partial(guard, _read_seed, entry)))
     return entry
 
 

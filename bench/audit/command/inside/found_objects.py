@@ -58,6 +58,8 @@ transformers and diffusers make."""
 OBSTACLES = {
     "FullyShardedDataParallel": "FSDP1 keeps gradients in flat parameters",
     "LocalSGD": "local SGD averages parameters instead of gradients",
+    "ModelAverager": "local SGD averages parameters instead of gradients",
+    "PostLocalSGDState": "local SGD averages parameters instead of gradients",
     "main_grad": "Megatron keeps gradients in main_grad",
 }
 """By the name of a class, or of an attribute of leaves, why a training is not judged."""
@@ -110,6 +112,15 @@ class FoundObjects:
         self._frozen: dict[tuple[int, ...], list[Tensor]] = {}
         """Parameters and buffers that are not trained, by shape."""
         self._names = self._parameter_names()
+
+    def forget(self) -> None:
+        """Let go of all objects, which the training may want to delete."""
+        self._last.clear()
+        self.sharded.clear()
+        self.modules.clear()
+        self.roots.clear()
+        self._frozen.clear()
+        self.zero = None
 
     def name_of(self, tensor: Tensor, otherwise: str = "") -> str:
         """What the model calls a parameter or a buffer; ``otherwise`` if no module has it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 ItemT = TypeVar("ItemT")
+Guard = Callable[..., None]
+"""Calls a function with its arguments; what it raises does not reach the training."""
 MOST_LEAVES = 128
 """Leaves of a process that are sampled."""
 MOST_AT_ONCE = 96
@@ -54,8 +57,11 @@ class Partition(NamedTuple):
 class LeafProbe:
     """Some coordinates of one leaf."""
 
-    def __init__(self, leaf: Tensor, number: int, coordinates: int, objects: FoundObjects) -> None:
+    def __init__(
+        self, leaf: Tensor, number: int, coordinates: int, objects: FoundObjects, guard: Guard
+    ) -> None:
         self.leaf, self.number = leaf, number
+        self._guard = guard
         self.name = objects.name_of(leaf, f"parameter {number + 1}")
         local = plain(leaf)
         self.part = _part(leaf)
@@ -86,7 +92,7 @@ class LeafProbe:
         """Whether no backward has added to it since the last step."""
         self.was_held = False
         """Whether a gradient was held after the last backward."""
-        self.handle = leaf.register_hook(self._add)
+        self.handle = leaf.register_hook(self._on_gradient)
 
     def _held_part(self, zero: Any) -> HeldPart:
         if zero is not None:
@@ -95,12 +101,17 @@ class LeafProbe:
             return _of_fsdp2(self._sharded, self.flat, self.shape)
         return HeldPart(self.leaf, torch.ones_like(self.flat, dtype=torch.bool), self.flat)
 
+    def _on_gradient(self, gradient: Tensor) -> None:
+        self._guard(self._add, gradient)
+
     def _add(self, gradient: Tensor) -> None:
         # torch.autograd.grad calls the hooks of leaves, too.
         if not self.recording:
             return
         gradient = plain(gradient)
         if not gradient.is_sparse and tuple(gradient.shape) == self.shape:
+            if self._flat.device != gradient.device:  # the model was moved
+                self._flat = self._flat.to(gradient.device)
             values = gradient.detach().take(self._flat)
             if self.added is not None:
                 values = self.added.double() + values
@@ -207,7 +218,10 @@ def _partition(leaf: Tensor, zero: Any) -> Partition:
         return Partition(zero.fp32_partitioned_groups_flat[group], first, start, count)
     mapping: Any = getattr(leaf, "_hp_mapping", None)
     if mapping is not None:
-        for flat in zero.single_partition_of_fp32_groups:
+        groups = getattr(zero, "single_partition_of_fp32_groups", None)
+        if groups is None:  # of BF16_Optimizer
+            groups = zero.fp32_groups_flat_partition
+        for flat in groups:
             if _share_storage(flat, mapping.hp_fragment):
                 source, target = mapping.lp_fragment_address, mapping.hp_fragment_address
                 return Partition(flat, source.start, target.start, source.numel)

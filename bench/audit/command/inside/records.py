@@ -16,6 +16,8 @@ from typing import Generic, TypeVar, Union
 
 ValuesT = TypeVar("ValuesT")
 NumberT = TypeVar("NumberT")
+NOT_SCALAR = "backward does not begin at a scalar"
+"""A doubt about a backward, as a stage of a pipeline has it."""
 SAMPLES = ("added", "left", "used", "start", "end")
 """Fields of events that have values of leaves: a record has their sizes, and all of them joined."""
 
@@ -94,8 +96,12 @@ class Backward(Generic[ValuesT, NumberT]):
     """What hooks have done to gradients."""
     reduced: dict[str, int] = field(default_factory=dict)
     """Bytes of gradients by collective, until the next backward or step."""
-    held: list[str] = field(default_factory=list)
-    """Dtypes of the sums of micro-gradients."""
+    held: dict[str, list[int]] = field(default_factory=dict)
+    """By dtype the leaves whose sum of micro-gradients has it."""
+    untrained: int = 0
+    """Leaves of its graph that are no parameters, such as an input that is attacked."""
+    inner_gradients: int = 0
+    """Calls of autograd.grad since the step before whose result is differentiated again."""
     doubts: list[str] = field(default_factory=list)
     """Why it may be a part of a loss instead of a micro-batch."""
 
@@ -191,6 +197,8 @@ class Leaf(Generic[ValuesT]):
     """Its values at the coordinates; None where they are not all on this rank."""
     part: str = ""
     """Where it is a part of a distributed tensor, which part."""
+    is_own: bool = False
+    """Whether other ranks may have another one under its name, as of experts."""
 
 
 @dataclass

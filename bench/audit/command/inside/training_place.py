@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 
 import torch.distributed as dist
 
@@ -13,6 +14,11 @@ JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 def job() -> str:
     """What all processes of a training share, and the next one of the command does not."""
     return ":".join(os.environ.get(name, "") for name in JOB)
+
+
+def process_name() -> str:
+    """Tells processes apart that share a folder; containers and hosts have the same ids."""
+    return f"{platform.node()}-{os.getpid()}"
 
 
 def place_in_world() -> tuple[int, int]:

@@ -41,8 +41,19 @@ from .leaf_probes import (
     LeafProbe,
     evenly,
 )
-from .records import SAMPLES, Backward, Clipping, End, Event, HookedGradient, Leaf, Rank, Step
-from .training_place import job, place_in_world
+from .records import (
+    NOT_SCALAR,
+    SAMPLES,
+    Backward,
+    Clipping,
+    End,
+    Event,
+    HookedGradient,
+    Leaf,
+    Rank,
+    Step,
+)
+from .training_place import job, place_in_world, process_name
 
 INJECTED = "losses whose gradient a function of the model makes"
 LEAST_BYTES = 64
@@ -55,7 +66,15 @@ MOST_COPIES = 4
 MOST_WATCHED = 16
 """Leaves of which it is seen whether they move between backwards."""
 OFTEN = 8
-"""Sampling ends when every optimizer has made enough updates, or one this many times as many."""
+"""Sampling ends when every optimizer has made enough updates, or one this many times as many, or
+all together twice as many as that."""
+MOST_OPEN = 4096
+"""Backwards without a step of an optimizer of torch, after which sampling ends."""
+MOST_WAITING = 256
+"""Events that wait on their device, where reading them may wait for it."""
+OWN = {"allreduce": False, "tensor_model_parallel": True, "model_parallel": True}
+"""Attributes by which frameworks mark parameters that other ranks do not have: experts of DeepSpeed,
+parts of Megatron's tensors."""
 FRAMEWORKS = (
     "torch",
     "accelerate",
@@ -115,6 +134,8 @@ class TrainingRecorder:
         """The one that runs, or ran last while its update goes on."""
         self._open = 0
         """Backwards since the last step of any optimizer."""
+        self.inner_gradients = 0
+        """The same of calls of autograd.grad whose result is differentiated again."""
         self._probes: list[LeafProbe] = []
         self._reached: set[int] = set()
         """Ids of the leaves that a backward has reached."""
@@ -191,12 +212,15 @@ class TrainingRecorder:
         )
         self._reach(found)
         backward.data, backward.rows = found.data, found.rows
-        backward.criteria = criteria.watch(tensors, self._handles)
-        backward.injected = [criteria.watch_scalar(node, self._handles) for node in found.injected]
+        backward.untrained = sum(not self._is_trained(leaf) for leaf in found.leaves)
+        backward.inner_gradients = self.inner_gradients
+        backward.criteria = criteria.watch(tensors, self._handles, self.guard)
+        for node in found.injected:
+            backward.injected.append(criteria.watch_scalar(node, self._handles, self.guard))
         if keeps_graph:
             backward.doubts.append("backwards share a graph")
         if any(root.numel() != 1 for root in tensors):
-            backward.doubts.append("backward does not begin at a scalar")
+            backward.doubts.append(NOT_SCALAR)
         for probe in self._probes:
             probe.recording = True
             if probe.is_fresh or probe.was_held:
@@ -247,7 +271,6 @@ class TrainingRecorder:
         backward = self._backward
         if not self.sampling or backward is None:
             return
-        dtypes: set[torch.dtype] = set()
         for place, probe in enumerate(self._probes):
             added = probe.take()
             backward.added.append(added)
@@ -258,9 +281,12 @@ class TrainingRecorder:
             held = probe.held()
             probe.was_held = held is not None
             if held is not None:
-                dtypes.add(held.dtype)
-        backward.held = sorted(map(_name_of, dtypes))
+                backward.held.setdefault(_name_of(held.dtype), []).append(place)
         self._waiting.append(backward)
+        if self._open >= MOST_OPEN:
+            self._end_sampling()
+        elif len(self._waiting) >= MOST_WAITING:
+            self._write()
 
     def before_clip(self, parameters: Sequence[Tensor], bound: object) -> None:
         """Gradients before they are clipped."""
@@ -305,7 +331,7 @@ class TrainingRecorder:
         number = self._optimizers.setdefault(key, len(self._optimizers))
         since = self._num_backwards - self._last_backward.get(number, 0)
         self._last_backward[number] = self._num_backwards
-        self._open = 0
+        self._open = self.inner_gradients = 0
         self._follow_schedules()
         if since:
             self._num_updates[number] = self._num_updates.get(number, 0) + 1
@@ -339,9 +365,13 @@ class TrainingRecorder:
         # Elsewhere samples stay on the device.
         if all(probe.leaf.device.type == "cpu" for probe in self._probes):
             self._write()
-        counts = self._num_updates.values()
-        if min(counts) >= self._num_sampled or max(counts) >= OFTEN * self._num_sampled:
+        if self._has_sampled_enough():
             self._end_sampling()
+
+    def _has_sampled_enough(self) -> bool:
+        counts = self._num_updates.values()
+        often = OFTEN * self._num_sampled
+        return min(counts) >= self._num_sampled or max(counts) >= often or sum(counts) >= 2 * often
 
     def end(self) -> None:
         """The process ends by itself."""
@@ -425,9 +455,10 @@ class TrainingRecorder:
         return isinstance(leaf, torch.nn.Parameter) or bool(self._objects.name_of(leaf))
 
     def _probe(self, leaf: Tensor, coordinates: int, rank: Rank[Tensor, Tensor]) -> None:
-        probe = LeafProbe(leaf, len(self._probes), coordinates, self._objects)
+        probe = LeafProbe(leaf, len(self._probes), coordinates, self._objects, self.guard)
         self._probes.append(probe)
-        rank.leaves.append(Leaf(probe.name, probe.shape, probe.parameter(), probe.part))
+        is_own = any(getattr(leaf, name, None) is value for name, value in OWN.items())
+        rank.leaves.append(Leaf(probe.name, probe.shape, probe.parameter(), probe.part, is_own))
         copy = self._objects.copies_of(leaf, probe.name)
         if copy is not None and len(self._copies) < MOST_COPIES:
             self._copies.append(copy)
@@ -513,6 +544,8 @@ class TrainingRecorder:
         self._copies.clear()
         self._clipped.clear()
         self._rates.clear()
+        if self._rank is not None:
+            self._objects.forget()
         self._backward = self._clip = self._starts = None
         self._before_step = BeforeStep(0, [], [])
         self._write()
@@ -524,7 +557,8 @@ class TrainingRecorder:
             for event in events:
                 line = {type(event).__name__.lower(): _fields(event)}
                 lines.append(json.dumps(line, default=_plain) + "\n")
-            with (self._folder / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
+            path = self._folder / f"{process_name()}.jsonl"
+            with path.open("a", encoding="utf-8") as file:
                 file.write("".join(lines))
 
 

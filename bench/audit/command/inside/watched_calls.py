@@ -36,6 +36,8 @@ class GradientWatcher(Protocol):
 
     active: bool
     sampling: bool
+    inner_gradients: int
+    """Calls of autograd.grad whose result is differentiated again."""
 
     def guard(self, method: Callable[..., None], *arguments: object) -> None: ...
     def before_backward(self, roots: Sequence[object], keeps_graph: bool) -> None: ...
@@ -103,6 +105,8 @@ def wrap_backward(recorder: GradientWatcher) -> None:
         # autograd.grad accumulates nothing; checkpointing runs backwards inside of one.
         is_inside = torch._C._current_graph_task_id() != -1
         is_training = bool(options.get("accumulate_grad")) and not is_inside
+        if arguments[:1] == (True,) and not options.get("accumulate_grad"):  # create_graph
+            recorder.inner_gradients += 1
         if not is_training or any(map(_has_no_values, roots)):
             return run(roots, gradients, retain_graph, *arguments, **options)
         recorder.guard(recorder.before_backward, roots, retain_graph)
@@ -158,12 +162,12 @@ def _wrap_hooks(recorder: TrainingRecorder) -> None:
         def watched(gradient: Tensor) -> Tensor | None:
             if not (recorder.active and recorder.sampling):
                 return hook(gradient)
-            before = _some(gradient)
+            before = _some_or_none(gradient)
             result = hook(gradient)
             if result is None:
-                after = _some(gradient)
+                after = _some_or_none(gradient)
             else:
-                after = _some(result)
+                after = _some_or_none(result)
             recorder.guard(recorder.on_hook, is_parameter, before, after)
             return result
 
@@ -173,6 +177,14 @@ def _wrap_hooks(recorder: TrainingRecorder) -> None:
 
 
 _OURS = __name__.rpartition(".")[0] + ".leaf_probes"
+
+
+def _some_or_none(gradient: object) -> Tensor | None:
+    """The same; None also if they cannot be read."""
+    try:
+        return _some(gradient)
+    except Exception:
+        return None
 
 
 def _some(gradient: object) -> Tensor | None:

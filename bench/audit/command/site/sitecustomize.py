@@ -26,13 +26,22 @@ RECORDERS = {
 
 
 class AfterTorch:
-    """Finds torch as others do, and installs the recorder when its import has ended."""
+    """Finds torch as others do, and installs the recorder when its import has ended.
+
+    It stays until then: a library may look for torch, and import it later or never.
+    """
+
+    def __init__(self) -> None:
+        self._is_looking = False
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
-        if name != "torch":
+        if name != "torch" or self._is_looking:
             return None
-        sys.meta_path.remove(self)
-        spec: Any = importlib.util.find_spec("torch")
+        self._is_looking = True
+        try:
+            spec: Any = importlib.util.find_spec("torch")
+        finally:
+            self._is_looking = False
         if spec is not None:
             spec.loader.exec_module = functools.partial(
                 execute_and_install, spec.loader.exec_module
@@ -43,6 +52,7 @@ class AfterTorch:
 def execute_and_install(execute: Any, torch: ModuleType) -> None:
     """Load the recorder, from here and not from an installed bench; a failure stops no training."""
     execute(torch)
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, AfterTorch)]
     try:
         sys.modules["_bench_audit"] = package = ModuleType("_bench_audit")
         package.__path__ = [str(HERE.parents[2])]

@@ -18,6 +18,8 @@ SCHEDULES = ("LRScheduler", "_LRScheduler")
 SCHEDULES_OF_DEEPSPEED = "deepspeed.runtime.lr_schedules"
 AVERAGES = ("ModelAverager", "PostLocalSGDState", "LocalSGD")
 """With one of these, replicas drift apart on purpose."""
+SPECTRAL = ("_SpectralNorm", "SpectralNorm")
+"""Of torch's parametrization, and of its older hook."""
 POSITIONS = ("last_epoch", "last_batch_iteration")
 """Where schedules of torch and of DeepSpeed stand."""
 
@@ -153,6 +155,21 @@ class FoundState:
                 count += 1
         return count
 
+    def moving(self) -> list[str]:
+        """Kinds of modules in training mode, other than batch norms, whose state moves at each forward."""
+        kinds = set()
+        for module in self.objects.modules:
+            if not module.training:
+                continue
+            names = {type(module).__name__}
+            for hook in module._forward_pre_hooks.values():
+                names.add(type(hook).__name__)
+            if not names.isdisjoint(SPECTRAL):
+                kinds.add("spectral normalization")
+            if getattr(module, "track_running_stats", False) and _is_instance_norm(module):
+                kinds.add("instance normalization with running statistics")
+        return sorted(kinds)
+
     def _is_trained(self, parameter: Tensor) -> bool:
         return id(parameter) in self._trained or id(parameter) in self.objects.sharded
 
@@ -244,6 +261,10 @@ class FoundState:
             owner = _owner(container)
             if owner:
                 self._copied.append(CopiedParameters(owner, container))
+
+
+def _is_instance_norm(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.modules.instancenorm._InstanceNorm)
 
 
 def _are_copies(

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from ...command.inside import criteria
 from ...command.inside.failures import tell
 from ...command.inside.graph_survey import plain
-from ...command.inside.training_place import job, place_in_world
+from ...command.inside.training_place import job, place_in_world, process_name
 from .found_state import FoundState, Number
 from .state_records import (
     BUFFER,
@@ -80,6 +80,7 @@ class StateRecorder:
         self._folder = Path(os.environ["BENCH_AUDIT_FOLDER"])
         self._num_sampled = int(os.environ["BENCH_AUDIT_UPDATES"])
         self.active = self.sampling = True
+        self.inner_gradients = 0
         self._is_announced = False
         self._update = 0
         """Updates that were made."""
@@ -155,9 +156,9 @@ class StateRecorder:
         )
         if len(tensors) == 1 and tensors[0].numel() == 1:
             backward.loss = plain(tensors[0]).detach().double().reshape(())
-        backward.criteria = criteria.watch(tensors, self._handles)
+        backward.criteria = criteria.watch(tensors, self._handles, self.guard)
         backward.dropout, backward.contrasts = facts.dropout, facts.contrasts
-        backward.quantizes = facts.quantizes
+        backward.quantizes, backward.normalizes = facts.quantizes, facts.normalizes
         if self._num_backwards == 1:
             backward.leaves = hash_of(facts.leaves)
         backward.drew = self._mark is not None and _generators() != self._mark
@@ -279,6 +280,7 @@ class StateRecorder:
         if self._state is not None:
             trainer.facts = self._state.objects.facts()
             trainer.batch_norms = self._state.batch_norms()
+            trainer.moving = self._state.moving()
             trainer.dropouts = self._state.dropouts()
         self._add(trainer)
 
@@ -420,7 +422,7 @@ class StateRecorder:
                     doubles.extend(row)
                 event.hashes = _on_cpu(hashes)
             lines.append(json.dumps({type(event).__name__.lower(): event}, default=_plain) + "\n")
-        name = f"{os.getpid()}"
+        name = process_name()
         with (self._folder / f"{name}.sketches").open("ab") as file:
             file.write(doubles.tobytes())
         with (self._folder / f"{name}.states").open("a", encoding="utf-8") as file:

@@ -72,6 +72,8 @@ class MicroBatch(Generic[NumberT]):
     """Whether the graph has a function that quantizes, whose scales follow from the micro-batch."""
     contrasts: bool = False
     """Whether the loss has a product of two tensors that both depend on data."""
+    normalizes: bool = False
+    """Whether the graph has a batch norm that is trained."""
     leaves: NumberT | int | None = None
     """A hash of the parameters that the graph has; of the first update alone."""
 
@@ -114,6 +116,8 @@ class Trainer:
     """What frameworks were asked for, by the name of a class."""
     batch_norms: int = 0
     """Modules that normalize with the statistics of the micro-batch that they are given."""
+    moving: list[str] = field(default_factory=list)
+    """Kinds of modules whose state moves at each forward, other than those."""
     dropouts: int = 0
     """Modules that drop elements at random."""
     obstacles: list[str] = field(default_factory=list)

@@ -24,6 +24,7 @@ NEAR = 64
 PRODUCTS = ("MmBackward", "AddmmBackward", "BmmBackward", "CdistBackward", "EuclideanDistBackward")
 QUANTIZING = ("float8", "fp8", "fp4", "mx_mm", "8bit", "quant")
 """What is in the names of functions that quantize."""
+CONVOLUTION, COMPILED = "ConvolutionBackward", "CompiledFunctionBackward"
 LONG = 50
 """Nodes of a path to which a parameter belongs at most, where it is shaped or multiplied before it
 is used."""
@@ -41,6 +42,9 @@ class GraphFacts:
         """Whether it has a function that quantizes."""
         self.contrasts = False
         """Whether the loss has a product of two tensors that both depend on data."""
+        self.normalizes = False
+        """Whether it has a batch norm that is trained, of a module of torch's or not."""
+        self._convolves = self._is_compiled = False
         self.leaves: list[Tensor] = []
         queue = [root.grad_fn for root in roots]
         seen: set[Node | None] = {None}
@@ -54,6 +58,10 @@ class GraphFacts:
             if len(seen) < NEAR and not self.contrasts and not hasattr(node, "variable"):
                 self.contrasts = _contrasts(node)
             queue += _inner_nodes(node)
+        if any(leaf.is_cuda for leaf in self.leaves) and _rounds_to_tf32(self._convolves):
+            self.dtypes.add("tfloat32")
+        if self._is_compiled:  # which shows no dtypes but those of what goes in and comes out
+            self.dtypes.add("bfloat16")
 
     def _look_at(self, node: Node) -> None:
         for metadata in getattr(node, "_input_metadata", ()):
@@ -65,6 +73,10 @@ class GraphFacts:
         name = node.name()
         if "Dropout" in name or _probability(node) > 0:
             self.dropout = True
+        self._convolves = self._convolves or name.startswith(CONVOLUTION)
+        self._is_compiled = self._is_compiled or name.startswith(COMPILED)
+        if "BatchNorm" in name and getattr(node, "_saved_training", True):
+            self.normalizes = True
         if not self.quantizes:
             self.quantizes = any(part in name.lower() for part in QUANTIZING)
         if len(self.data) < MOST_INPUTS:
@@ -73,6 +85,16 @@ class GraphFacts:
                 return
             if values.numel() <= MOST_ELEMENTS and is_readable(values):
                 self.data.append(_fingerprint(values))
+
+
+def _rounds_to_tf32(convolves: bool) -> bool:
+    """Whether products of float32 may be rounded to TF32 on a GPU."""
+    try:
+        if torch.get_float32_matmul_precision() != "highest":
+            return True
+        return convolves and bool(torch.backends.cudnn.allow_tf32)
+    except RuntimeError:  # settings of both kinds, old and new, are mixed
+        return True
 
 
 def _inner_nodes(node: Node) -> list[Node | None]:
