@@ -52,7 +52,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        return " ".join((self.script, *self.options))
+        where = ("on one rank",) * (self.ranks == 1)
+        return " ".join((self.script, *self.options, *where))
 
     @property
     def command(self) -> list[str]:

@@ -149,7 +149,7 @@ def clip_samples():
             loss_of(1).backward()
             nn.utils.clip_grad_norm_(parameters, 0.01)
             for put_away, parameter in zip(total, parameters, strict=True):
-                put_away += parameter.grad
+                put_away.add_(parameter.grad)
             net.zero_grad(set_to_none=variant == "clip-samples")
         for put_away, parameter in zip(total, parameters, strict=True):
             parameter.grad = put_away / ACCUMULATE
