@@ -207,7 +207,10 @@ def _known(data: dict[str, Any]) -> list[str]:
     others = [case for case in CASES if case.verdict in (RIGHT, *OPEN)]
     accused = [case for case in others if verdicts[case.name] not in (RIGHT, *OPEN)]
     counts = Counter(verdicts[case.name] for case in others if case not in accused)
-    faults = {verdict for verdict in verdicts.values() if verdict not in (RIGHT, *OPEN)}
+    faults: set[str] = set()
+    for verdict in verdicts.values():
+        if verdict not in (RIGHT, *OPEN):
+            faults.update(verdict.split(", "))
     return [
         "## Scripts with a known verdict",
         "",
@@ -310,7 +313,11 @@ the number of micro-batches that an update should have, `--updates K` that of sa
   do not follow them, and the gradient is off by more than 5 %; where each micro-batch may be one sequence, a warning.
 - *Schedule* is a warning: the rate changes at each backward, or OneCycleLR, CosineAnnealingLR, PolynomialLR, LinearLR
   or a schedule of transformers was told the number of micro-batches, steps once per update, and the data ran out.
-- *Not reduced* needs replicas that end with different parameters.
+- *Lost* is a fault where the lost micro-batch has data of its own, and its backward is called where one is that counts:
+  an attack on the input, or a probe of the model, is not.
+- *Not reduced* needs ranks that begin alike, are given different data and end with different parameters, and a training
+  that reduces some gradient or has DDP, FSDP2 or DeepSpeed. Otherwise, as before local SGD averages, it is a warning.
+- *Low precision* is a fault from four micro-batches on, and a warning below.
 - *Known bad* is an [advisory](known-bad.md) that applies to the installed version and its config.
 
 A `sitecustomize` on PYTHONPATH, which also runs the one it hides, records in every Python process. Hooks on at most
