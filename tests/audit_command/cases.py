@@ -289,9 +289,14 @@ SLOW = (
     ),
     Case("kinds head-uncleared", "not cleared", about="zero_grad of the encoder alone"),
     Case("kinds adversarial", IN_PART, "discarded", "backwards that attack the input"),
-    Case("kinds clip-samples", IN_PART, "not judged", "the gradient of each sample is clipped"),
     Case(
-        "kinds clip-samples-zeroed", IN_PART, "not judged", "the same, with zeros instead of None"
+        "kinds clip-samples", IN_PART, "unequal weights", "the gradient of each sample is clipped"
+    ),
+    Case(
+        "kinds clip-samples-zeroed",
+        IN_PART,
+        "unequal weights",
+        "the same, with zeros instead of None",
     ),
     Case("kinds meta-tasks", IN_PART, "scale", "a sum over tasks, as MAML has it"),
     Case("kinds branches", IN_PART, "scale", "an undivided loss with a backward in two branches"),

@@ -12,8 +12,15 @@ import numpy as np
 import pytest
 
 from bench.audit.command import audited_command
-from bench.audit.command.inside.records import RateSchedule
-from bench.audit.command.training_audit import IN_PART, NOT_JUDGED, RIGHT, TrainingAudit
+from bench.audit.command.inside.records import (
+    NOT_SCALAR,
+    Backward,
+    Clipping,
+    RateSchedule,
+    Step,
+)
+from bench.audit.command.recorded_events import RecordedRank
+from bench.audit.command.training_audit import IN_PART, NOT_JUDGED, PLUGIN, RIGHT, TrainingAudit
 from bench.findings import Level
 
 UPDATES, COORDINATES = 4, 40
@@ -112,7 +119,7 @@ def audit(
     ("gradient", "options", "verdict", "finding"),
     [
         (mean, {}, RIGHT, "scale 1"),
-        (alone, {}, "not reduced", "not reduced"),
+        (alone, {}, IN_PART, "not reduced"),  # right before parameters are averaged
         (uncleared, {}, "not cleared", "not cleared"),
         (without_first, {}, "lost", "lost"),
         (divided_again, {}, "divided again", "divided again"),
@@ -131,6 +138,160 @@ def test_what_is_said_of_a_gradient(
     found = audit(tmp_path, gradient, **options)
     assert (found.verdict, finding) == (verdict, finding), found.findings
     assert finding in [judged.topic for judged in found.findings]
+
+
+def of_level(found: TrainingAudit, topic: str) -> list[Level]:
+    return [each.level for each in found.findings if each.topic == topic]
+
+
+def same_data(rank: RecordedRank) -> None:
+    for number, backward in enumerate(rank.backwards):
+        backward.data = [np.array([float(number)])]
+
+
+def own_leaf(rank: RecordedRank) -> None:
+    rank.leaves[0].is_own = True
+
+
+def in_stages(rank: RecordedRank) -> None:
+    rank.backwards[0].doubts.append(NOT_SCALAR)
+
+
+def unseen_end(rank: RecordedRank) -> None:
+    assert rank.end is not None
+    rank.end.end = [None]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (None, ""),
+        (same_data, "the same data"),
+        (own_leaf, "models of their own"),
+        (in_stages, "parts of a model"),
+        (unseen_end, "not visible"),
+    ],
+)
+def test_ranks_may_differ_for_a_reason(
+    change: Callable[[RecordedRank], None] | None, why: str, tmp_path: Path
+) -> None:
+    ranks = audit(tmp_path, alone).ranks
+    for rank in ranks.values():
+        rank.facts = {"DistributedDataParallel": ""}
+        if change is not None:
+            change(rank)
+    (found,) = (each for each in TrainingAudit(ranks).findings if each.topic == "not reduced")
+    expected = Level.ERROR
+    if why:
+        expected = Level.WARNING
+    assert found.level is expected and why in found.text
+
+
+@pytest.mark.parametrize(
+    "change", [{"place": "attack.py:3"}, {"untrained": 1}, {"data": []}, {"data": None}]
+)
+def test_what_may_be_no_micro_batch_is_not_lost(change: dict[str, Any], tmp_path: Path) -> None:
+    """It is called elsewhere, attacks an input, or has the data of one that counts."""
+    ranks = audit(tmp_path, without_first).ranks
+    assert of_level(TrainingAudit(ranks), "lost") == [Level.ERROR]
+    for rank in ranks.values():
+        for number, backward in enumerate(rank.backwards):
+            if number % 4 == 0:
+                vars(backward).update(change)
+                if backward.data is None:
+                    backward.data = rank.backwards[number + 1].data
+    assert not of_level(TrainingAudit(ranks), "lost")
+    assert of_level(TrainingAudit(ranks), "discarded") == [Level.WARNING]
+
+
+@pytest.mark.parametrize("put_away", ["", "cleared", "zeroed"])
+def test_what_is_put_away_after_clipping_is_not_clipped_too_early(
+    put_away: str, tmp_path: Path
+) -> None:
+    """As DP-SGD does with the gradient of each sample."""
+    ranks = audit(tmp_path, mean).ranks
+    for rank in ranks.values():
+        events: list[Any] = []
+        total = np.zeros(COORDINATES)
+        for event in rank.events:
+            events.append(event)
+            if not isinstance(event, Backward):
+                total = np.zeros(COORDINATES)
+                continue
+            total = total + event.added[0]
+            before = total
+            if put_away == "zeroed":
+                before = event.added[0]
+            events.append(Clipping([2.0], "train.py:9", before=before))
+            if put_away == "cleared":
+                event.cleared = [0]
+        rank.events = events
+    expected = [Level.ERROR]
+    if put_away:
+        expected = []
+    assert of_level(TrainingAudit(ranks), "clips too early") == expected
+
+
+@pytest.mark.parametrize(
+    ("world", "kind", "level"),
+    [
+        (2, "distributed_type MULTI_GPU", Level.ERROR),
+        (2, "distributed_type NO", Level.NOTE),
+        (1, "distributed_type FSDP", Level.NOTE),
+    ],
+)
+def test_a_plugin_that_shards_nothing_is_wrong_on_several_ranks(
+    world: int, kind: str, level: Level, tmp_path: Path
+) -> None:
+    ranks = audit(tmp_path, mean).ranks
+    for rank in ranks.values():
+        rank.facts, rank.world = {PLUGIN: "", "Accelerator": kind}, world
+    assert of_level(TrainingAudit(ranks), "not sharded") == [level]
+
+
+def test_an_optimizer_that_begins_after_sampling_is_named(tmp_path: Path) -> None:
+    ranks = audit(tmp_path, mean).ranks
+    for rank in ranks.values():
+        rank.events.append(Step(1, "Adam", backwards=4, update=1, is_sampled=False))
+        assert rank.end is not None
+        rank.end.updates.append(9)
+    judged = TrainingAudit(ranks)
+    (found,) = (each for each in judged.findings if each.topic == "not judged")
+    assert judged.verdict == IN_PART and "a further Adam made 9 updates" in found.text
+
+
+@pytest.mark.parametrize(
+    ("count", "leaf", "levels"), [(4, 0, [Level.ERROR]), (2, 0, [Level.WARNING]), (4, 1, [])]
+)
+def test_sums_in_16_bits(count: int, leaf: int, levels: list[Level], tmp_path: Path) -> None:
+    """Of few they are doubtful; those of another optimizer's parameter are not its own."""
+    ranks = audit(tmp_path, mean, count).ranks
+    for rank in ranks.values():
+        for backward in rank.backwards:
+            backward.held = {"bfloat16": [leaf]}
+    assert of_level(TrainingAudit(ranks), "low precision") == levels
+
+
+def test_two_branches_do_not_make_a_sum_of_two_a_mean(tmp_path: Path) -> None:
+    """N = 2 with a backward in each branch, undivided; two losses of one batch have its data."""
+    ranks = audit(tmp_path, mean, 2).ranks
+    for rank in ranks.values():
+        for number, backward in enumerate(rank.backwards):
+            backward.criteria[0].seed, backward.place = 1.0, f"train.py:{number % 2}"
+    judged = TrainingAudit(ranks)
+    assert judged.verdict == IN_PART and of_level(judged, "scale") == [Level.WARNING]
+    for rank in ranks.values():
+        for number, backward in enumerate(rank.backwards):
+            backward.data = [np.array([float(number // 2)])]
+    assert TrainingAudit(ranks).verdict == RIGHT
+
+
+def test_rows_of_micro_batches_differ_and_terms_are_not_counted(tmp_path: Path) -> None:
+    ranks = audit(tmp_path, mean).ranks
+    for rank in ranks.values():
+        for number, backward in enumerate(rank.backwards):
+            backward.rows = 2 + number % 4
+    assert of_level(TrainingAudit(ranks), "mean of means") == [Level.WARNING]
 
 
 @pytest.mark.parametrize(

@@ -280,15 +280,20 @@ def kind(backward: RecordedBackward) -> tuple[str, ...]:
 
 
 def backwards_per_batch(updates: list[AuditedUpdate]) -> int | None:
-    """By data loaders; None if none was seen, or it is no whole number."""
-    if len(updates) < 2:
-        return None
-    batches = updates[-1].backwards[0].fetched - updates[0].backwards[0].fetched
-    if batches <= 0:
-        return None
-    ratio = sum(counts_of(updates[:-1])) / batches
-    if ratio > 0.9 and abs(ratio - round(ratio)) < WHOLE:
-        return round(ratio)
+    """By data loaders; None if none was seen, or it is no whole number.
+
+    The first window may be another one than the rest: it has no backward of another optimizer's
+    loss from before.
+    """
+    for counted in (updates, updates[1:]):
+        if len(counted) < 2:
+            return None
+        batches = counted[-1].backwards[0].fetched - counted[0].backwards[0].fetched
+        if batches <= 0:
+            return None
+        ratio = sum(counts_of(counted[:-1])) / batches
+        if ratio > 0.9 and abs(ratio - round(ratio)) < WHOLE:
+            return round(ratio)
     return None
 
 

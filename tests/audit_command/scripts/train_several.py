@@ -10,8 +10,9 @@ torch.manual_seed(0)
 critic, maker = nn.Linear(16, 1), nn.Linear(4, 16)
 binary = nn.BCEWithLogitsLoss()
 optimizers = [torch.optim.Adam(net.parameters()) for net in (critic, maker)]
-for _ in range(8):
-    real, fake = torch.randn(8, 16), maker(torch.randn(8, 4))
+loader = torch.utils.data.DataLoader(torch.randn(64, 16), 8)
+for real in loader:
+    fake = maker(torch.randn(8, 4))
     true, false = torch.ones(8, 1), torch.zeros(8, 1)
     optimizers[0].zero_grad()
     if variant == "gan":  # as DCGAN in pytorch/examples

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import json
 import sys
 import weakref
@@ -274,9 +275,13 @@ def _variables(roots: Sequence[torch.nn.Module]) -> dict[int, str]:
     for frame in reversed(frames):
         if str(frame.f_globals.get("__name__")).partition(".")[0] in (*PACKAGES, "_bench_audit"):
             continue
-        for name, value in list(frame.f_locals.items()):
+        values = frame.f_locals
+        for name, value in list(values.items()):
             if id(value) in wanted and not name.startswith("_"):
                 found.setdefault(id(value), name)
+        # Before Python 3.13 a function's frame keeps this copy, and all that is in it alive.
+        if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(values) is dict:
+            values.clear()
     return found
 
 

@@ -107,6 +107,15 @@ class ClippedNow(NamedTuple):
     """Before they are."""
 
 
+class ClippedGradient(NamedTuple):
+    """A gradient that was clipped since the last step."""
+
+    held: weakref.ReferenceType[Tensor]
+    """The gradient: another one that takes its place was not clipped."""
+    factor: Tensor
+    """By what it was divided."""
+
+
 class TrainingRecorder:
     """Writes a line per event until enough updates were sampled.
 
@@ -150,8 +159,7 @@ class TrainingRecorder:
         self._rates: dict[int, list[float]] = {}
         self._before_step = BeforeStep(0, [], [])
         self._clip: ClippedNow | None = None
-        self._clipped: dict[LeafProbe, Tensor] = {}
-        """By what gradients were divided to clip them."""
+        self._clipped: dict[LeafProbe, ClippedGradient] = {}
         self._watched: list[LeafProbe] = []
         """Those of which it is seen whether the parameter moves between backwards."""
         self._starts: Tensor | None = None
@@ -311,10 +319,20 @@ class TrainingRecorder:
         event, gradients = self._clip
         for probe, before in gradients:
             factor = (before / probe.gradient()).nan_to_num(1.0, 1.0, 1.0)
-            self._clipped[probe] = factor * self._clipped.get(probe, 1.0)
             event.factors[probe.number] = factor.max()
+            gradient = probe.holder.grad
+            if gradient is not None:
+                whole = factor * self._clip_factor(probe)
+                self._clipped[probe] = ClippedGradient(weakref.ref(gradient), whole)
         if gradients:
             self._waiting.append(event)
+
+    def _clip_factor(self, probe: LeafProbe) -> Tensor | float:
+        """By what the gradient of a leaf was divided since the last step; 1 if it was not."""
+        clipped = self._clipped.get(probe)
+        if clipped is None or clipped.held() is not probe.holder.grad:
+            return 1.0
+        return clipped.factor
 
     def before_step(self, optimizer: Optimizer, arguments: object, options: object) -> None:
         """The gradients that it will use."""
@@ -488,10 +506,9 @@ class TrainingRecorder:
         used: list[Tensor | None] = []
         for probe in self._probes:
             if id(probe.holder) in updated:
-                gradient = probe.gradient()
-                for each in (factor, self._clipped.get(probe)):
-                    if each is not None:
-                        gradient = gradient * each
+                gradient = probe.gradient() * self._clip_factor(probe)
+                if factor is not None:
+                    gradient = gradient * factor
                 used.append(gradient)
             elif is_of_zero:  # on another rank, or in another group of parameters
                 used.append(torch.full((len(probe.flat),), math.nan, dtype=torch.float64))
