@@ -179,6 +179,8 @@ SLOW = (
     Case("deepspeed right 2", RIGHT, "eager"),
     Case("deepspeed right 3", RIGHT, "eager"),
     Case("deepspeed clip 2", RIGHT),
+    Case("deepspeed bf16 1", RIGHT, about="bf16 under ZeRO-1, sums in fp32"),
+    Case("deepspeed bf16 2", RIGHT, about="bf16 under ZeRO-2, sums in fp32"),
     Case(
         "deepspeed twice 2", "divided twice", about="the loss is divided, and by the engine again"
     ),
@@ -301,6 +303,7 @@ SLOW = (
     Case("kinds meta-tasks", IN_PART, "scale", "a sum over tasks, as MAML has it"),
     Case("kinds branches", IN_PART, "scale", "an undivided loss with a backward in two branches"),
     Case("kinds lengths-squares", IN_PART, "mean of means", "squares of 2 to 20 rows"),
+    Case("kinds each-epoch", RIGHT, about="a new optimizer for each epoch"),
     Case("kinds later", IN_PART, "not judged", "an optimizer that begins after sampling"),
     Case("kinds deleted", RIGHT, about="a model that is deleted after training is gone"),
     Case("accelerate fsdp2", RIGHT, "not sharded", "FSDP2's plugin on one rank", ranks=1),

@@ -260,7 +260,7 @@ class LossScale:
     """By rank."""
     expect: int | None
     is_low: bool
-    """Whether gradients are held in 16 bits."""
+    """Whether gradients are held or reduced in 16 bits."""
     label: str = ""
     """The optimizer, where there are several."""
     status: str = "unknown"

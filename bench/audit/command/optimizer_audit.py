@@ -137,6 +137,9 @@ class OptimizerAudit:
         yield from self._of_low_precision()
 
     def _held_dtypes(self) -> set[str]:
+        """Empty for ZeRO, which adds them to sums of its own after each backward."""
+        if self.ranks[self.first].is_zero:
+            return set()
         owned: set[int] = set()
         for update in self.mine:
             owned.update(update.step.owned)
@@ -386,9 +389,13 @@ class OptimizerAudit:
         yield from mixed
         yield from unequal
         yield from self._of_rounding()
-        is_low = bool(LOW & self.held)
         self.scale = LossScale(
-            self.gradients, self.ranks, self.updates, self.expect, is_low, self.label
+            self.gradients,
+            self.ranks,
+            self.updates,
+            self.expect,
+            is_low=self._has_low_precision(),
+            label=self.label,
         )
         judged = list(self.scale.findings())
         if unequal:

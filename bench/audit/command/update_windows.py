@@ -210,8 +210,11 @@ class _Windows:
                 self._on_backward(event)
             elif isinstance(event, Clipping):
                 self._on_clip(event)
-            elif isinstance(event, Step) and event.is_sampled and event.optimizer == number:
-                self._on_step(event)
+            elif isinstance(event, Step) and event.is_sampled:
+                if event.optimizer == number:
+                    self._on_step(event)
+                elif leaves <= set(event.owned):  # one optimizer follows another
+                    self._begin()
 
     def _begin(self) -> None:
         self._backwards: list[RecordedBackward] = []

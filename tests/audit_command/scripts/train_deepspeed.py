@@ -32,6 +32,8 @@ config = {
         "allgather_bucket_size": 5000,
     },
 }
+if variant == "bf16":  # with sums in fp32
+    config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 data = Tokens(16 * dist.get_world_size())

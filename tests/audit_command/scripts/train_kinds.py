@@ -198,6 +198,17 @@ def later():
             second.zero_grad()
 
 
+def each_epoch():
+    """A new optimizer for each epoch."""
+    for _ in range(6):
+        new = torch.optim.SGD(parameters, 0.05)
+        for i in range(8):
+            (loss_of() / ACCUMULATE).backward()
+            if i % ACCUMULATE == ACCUMULATE - 1:
+                new.step()
+                new.zero_grad()
+
+
 def deleted():
     """Fails unless a model that is deleted after training is gone."""
     model = nn.Linear(12, 10)
@@ -241,6 +252,8 @@ elif variant == "meta-tasks":
     meta_tasks()
 elif variant == "branches":
     branches()
+elif variant == "each-epoch":
+    each_epoch()
 elif variant == "later":
     later()
 elif variant == "deleted":
