@@ -18,7 +18,7 @@ from tests.audit_command.cases import CASES, SCRIPTS, Case
 pytestmark = pytest.mark.torch
 KERNELS = "if self._only not in common:", "if True:"
 HOOKS = (
-    "self.handle = leaf.register_hook(self._add)",
+    "self.handle = leaf.register_hook(self._on_gradient)",
     "self.handle = leaf.register_hook(lambda _: None)",
 )
 FREED = "self._libraries.append(library)", ""

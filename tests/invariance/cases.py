@@ -166,6 +166,8 @@ RIGHT_ONES = (
 NAMED = (
     SplitCase("state dropout", NOT_JUDGED, "not judged", "dropout", "two layers of dropout"),
     SplitCase("state batchnorm", NOT_JUDGED, "not judged", "BatchNorm"),
+    SplitCase("state batchnorm-by-hand", NOT_JUDGED, "not judged", "a batch norm"),
+    SplitCase("state spectral", NOT_JUDGED, "not judged", "spectral normalization"),
     SplitCase("state contrastive", NOT_JUDGED, "not judged", "contrasted"),
     SplitCase("state contrastive-by-hand", NOT_JUDGED, "not judged", "contrasted"),
     SplitCase("state quantized", NOT_JUDGED, "not judged", "quantized"),

@@ -93,6 +93,8 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(WIDTH) if variant == "batchnorm" else nn.LayerNorm(WIDTH)
         self.router = Router() if variant.startswith("moe") else nn.Identity()
         self.head = nn.Linear(WIDTH, VOCABULARY)
+        if variant == "spectral":
+            nn.utils.parametrizations.spectral_norm(self.head)
 
     def forward(self, tokens):
         if variant == "carried":
@@ -110,6 +112,9 @@ class Net(nn.Module):
             hidden = F.dropout(F.dropout(hidden, 0.1), 0.1)
         if variant == "batchnorm":
             hidden = self.norm(hidden.flatten(0, 1)).view_as(hidden)
+        elif variant == "batchnorm-by-hand":
+            rows = F.batch_norm(hidden.flatten(0, 1), None, None, training=True)
+            hidden = self.norm(rows.view_as(hidden))
         else:
             hidden = self.norm(hidden)
         return self.head(self.router(hidden))
