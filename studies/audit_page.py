@@ -216,8 +216,9 @@ def _known(data: dict[str, Any]) -> list[str]:
         "",
         f"Of [{len(CASES)} scripts](../tests/audit_command/cases.py), {len(found)} of the {len(wrong)} with a fault "
         f"that the audit should name are named, of {len(faults)} kinds. {len(accused)} of the {len(others)} "
-        f"others are accused: {_told(counts)}. Of those judged in part some may have a fault, and one has: cached "
-        "contrastive features with a wrongly divided loss.",
+        f"others are accused: {_told(counts)}. Of those judged in part some may have a fault, and four have: cached "
+        "contrastive features with a wrongly divided loss, an undivided loss with a backward in two branches, squares "
+        "of micro-batches of unequal length, and ranks that reduce nothing.",
         "",
         HELD_OUT,
     ]
