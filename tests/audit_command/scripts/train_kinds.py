@@ -238,27 +238,21 @@ def one_cycle():
                 schedule.step()
 
 
-if variant.startswith("two-optimizers"):
-    two_optimizers()
-elif variant.startswith("cached"):
-    cached()
-elif variant.startswith("clip-samples"):
-    clip_samples()
-elif variant == "one-cycle":
-    one_cycle()
-elif variant == "adversarial":
-    adversarial()
-elif variant == "meta-tasks":
-    meta_tasks()
-elif variant == "branches":
-    branches()
-elif variant == "each-epoch":
-    each_epoch()
-elif variant == "later":
-    later()
-elif variant == "deleted":
-    deleted()
-elif variant == "sharpness-aware":
-    sharpness_aware()
-else:
-    loop()
+LOOPS = {
+    "two-optimizers": two_optimizers,
+    "two-optimizers-uncleared": two_optimizers,
+    "cached": cached,
+    "cached-divided": cached,
+    "clip-samples": clip_samples,
+    "clip-samples-zeroed": clip_samples,
+    "one-cycle": one_cycle,
+    "adversarial": adversarial,
+    "meta-tasks": meta_tasks,
+    "branches": branches,
+    "each-epoch": each_epoch,
+    "later": later,
+    "deleted": deleted,
+    "sharpness-aware": sharpness_aware,
+}
+"""By variant; all others have the usual loop."""
+LOOPS.get(variant, loop)()

@@ -56,11 +56,11 @@ LENGTHS = {
 }
 """By schedule what its length is called. That of a LambdaLR is known to the functions that
 transformers and diffusers make."""
+AVERAGES = ("ModelAverager", "PostLocalSGDState", "LocalSGD")
+"""Names of classes with which replicas drift apart on purpose."""
 OBSTACLES = {
     "FullyShardedDataParallel": "FSDP1 keeps gradients in flat parameters",
-    "LocalSGD": "local SGD averages parameters instead of gradients",
-    "ModelAverager": "local SGD averages parameters instead of gradients",
-    "PostLocalSGDState": "local SGD averages parameters instead of gradients",
+    **dict.fromkeys(AVERAGES, "local SGD averages parameters instead of gradients"),
     "main_grad": "Megatron keeps gradients in main_grad",
 }
 """By the name of a class, or of an attribute of leaves, why a training is not judged."""

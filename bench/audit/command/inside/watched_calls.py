@@ -180,7 +180,7 @@ _OURS = __name__.rpartition(".")[0] + ".leaf_probes"
 
 
 def _some_or_none(gradient: object) -> Tensor | None:
-    """The same; None also if they cannot be read."""
+    """A few values of a gradient; None also where reading them fails."""
     try:
         return _some(gradient)
     except Exception:

@@ -9,15 +9,13 @@ from typing import Any, NamedTuple, Union
 import torch
 from torch import Tensor
 
-from ...command.inside.found_objects import FoundObjects
+from ...command.inside.found_objects import AVERAGES, FoundObjects
 from ...command.inside.graph_survey import plain
 
 LEAST_COPIES = 2
 """Tensors that a list or dictionary of copies has at least."""
 SCHEDULES = ("LRScheduler", "_LRScheduler")
 SCHEDULES_OF_DEEPSPEED = "deepspeed.runtime.lr_schedules"
-AVERAGES = ("ModelAverager", "PostLocalSGDState", "LocalSGD")
-"""With one of these, replicas drift apart on purpose."""
 SPECTRAL = ("_SpectralNorm", "SpectralNorm")
 """Of torch's parametrization, and of its older hook."""
 POSITIONS = ("last_epoch", "last_batch_iteration")
