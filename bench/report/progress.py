@@ -227,7 +227,7 @@ class Display:
         if seconds is not None:
             result = f"{seconds:.4f} s/step"
         if defect := defect_of_record(self._manifest, record):
-            result += f"; invalid, {EXPECTED}: {defect}"
+            result += f"; invalid: its update shows {EXPECTED}: {defect}"
         return result
 
     def _count(self, trial: Trial, record: TrialRecord) -> None:
