@@ -17,7 +17,7 @@ from bench.judge.verdicts import ALPHA, DIFFERENT, Verdict
 from bench.plan.schedule import Ended
 from bench.report.ranking import interval_text
 from bench.tabular import markdown_table
-from studies import choices, pairing, pools, study
+from studies import choices, pairing_text, pools, study
 from studies.realtrials import Known
 from studies.rivals import RULES
 from studies.trial_noise import BLOCKS, Noise
@@ -63,7 +63,7 @@ def page(results: Results, command: str, known: Sequence[Known], planted: Sequen
         *_elsewhere(results.elsewhere),
         *_rates(results),
         *_real(known, planted),
-        *pairing.section(),
+        *pairing_text.section(),
         *_rivals(results.rivals),
         *_methods(results),
     ]
