@@ -783,7 +783,7 @@ def test_a_known_defect_is_no_surprise(place: Place) -> None:
     assert status == GOOD
     words = " ".join(out.split())
     progress, summary = words.split("backend memory ratio n correct?", 1)
-    assert f"s/step; invalid, {EXPECTED}: " in progress
+    assert f"s/step; invalid: its update shows {EXPECTED}: " in progress
     assert "lightning-deepspeed-zero2 - - 0 invalid" in summary
     assert "Do not use lightning-deepspeed-zero2 (N = 2): " in summary
     assert "exit status 0: all invalid trials" in summary
