@@ -12,6 +12,7 @@ from typing import Any
 from scipy import stats
 
 from bench.judge.statistics import MIN_TRIALS, Interval, Sample, ratio
+from bench.judge.verdicts import ALPHA
 from studies.pairing import BASELINE, MACHINES, PRODUCTS, RESULTS, TIMED
 
 
@@ -79,11 +80,7 @@ def _of_load(idle: Sequence[float], busy: Sequence[float]) -> str:
     """Whether a ratio to the baseline differs between the two machines."""
     changed = ratio(Sample(busy), Sample(idle))
     verdict = "Whether load changes the ratio itself is not shown"
-    if (
-        changed.low is not None
-        and changed.high is not None
-        and not changed.low <= 1 <= changed.high
-    ):
+    if changed.p_different is not None and changed.p_different < ALPHA:
         verdict = "Load changes the ratio itself"
     without, beside = interval(idle), interval(busy)
     return (
